@@ -1,0 +1,543 @@
+"""The DeepSeek-V4 target model: config, modules, cache and one flat forward.
+
+Every step is three tensors of length T: `token`, `seq_slot`, `position`. Prompt chunks, decoding and the verification of
+drafts are the same call, because what a token may see follows from (seq_slot, position) alone. The caches are
+addressed by position, so a rejected draft needs no rollback: the right token for that position overwrites it before any
+query can see it.
+
+Sources: the DeepSeek-V4 release (config.json, key names) and its implementation in Hugging Face transformers, which the
+tests compare this file with. Parameter names are the release's, so loading is by name (weights.py).
+"""
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class Config:
+    """The fields of a release config.json that change the computation; names are the release's."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    num_hash_layers: int
+    sliding_window: int
+    compress_ratios: list[int]  # 0, 4 or 128 per layer; the tail beyond num_hidden_layers belongs to the draft stages
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_scaling: dict | None = None  # {type: yarn, factor, original_max_position_embeddings, beta_fast, beta_slow}
+    max_position_embeddings: int = 1048576
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    dspark_block_size: int = 0  # 0: a checkpoint without a drafter
+    dspark_noise_token_id: int = 0
+    dspark_target_layer_ids: list[int] = field(default_factory=list)
+    dspark_markov_rank: int = 0
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Config":
+        """Read DIRECTORY/config.json. Raises ValueError naming the file and the key that is missing or wrong."""
+        path = Path(directory) / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        if raw.get("model_type") != "deepseek_v4":
+            raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}, supported: 'deepseek_v4'")
+        known = {f.name for f in fields(cls)}
+        try:
+            config = cls(**{key: value for key, value in raw.items() if key in known})
+        except TypeError as error:
+            raise ValueError(f"{path}: {str(error).split('__init__() ')[-1]}") from None
+        if len(config.compress_ratios) < config.num_hidden_layers or set(config.compress_ratios) - {0, 4, 128}:
+            raise ValueError(f"{path}: compress_ratios needs one of 0, 4, 128 for each of the layers")
+        return config
+
+
+class Step(NamedTuple):
+    """What all layers need to know about the T tokens of one forward. N = T / group groups share their key fetch."""
+
+    token: Tensor  # [T]
+    seq_slot: Tensor  # [T]
+    position: Tensor  # [T]
+    rope: dict[bool, tuple[Tensor, Tensor]]  # compressed layer? -> cos, sin of each position, [T, rope_dim / 2]
+    group_slot: Tensor  # [N, 1]
+    window_position: Tensor  # [N, K] positions a group fetches from the window ring
+    window_visible: Tensor  # [N, group, K]
+    closing: dict[int, Tensor]  # ratio -> indices of the tokens that close a window of that ratio
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32, cast back once."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on interleaved pairs of the last 2 * cos.shape[-1] channels. x [T, ..., d], cos and sin [T, rope_dim / 2]."""
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
+    cos, sin = cos.view(shape), sin.view(shape)
+    plain, pairs = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
+    even, odd = pairs.float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    return torch.cat([plain, rotated.to(x.dtype)], dim=-1)
+
+
+def rope_frequencies(config: Config, compressed: bool) -> Tensor:
+    """Inverse frequencies [rope_dim / 2]; compressed layers have their own base and YaRN interpolation, no mscale."""
+    dim, base = config.qk_rope_head_dim, config.compress_rope_theta if compressed else config.rope_theta
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if not compressed or config.rope_scaling is None:
+        return frequencies
+    yarn = config.rope_scaling
+
+    def channel(rotations):  # the (fractional) pair that turns this many times within the original context
+        return dim * math.log(yarn["original_max_position_embeddings"] / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(channel(yarn["beta_fast"])), 0)
+    high = min(math.ceil(channel(yarn["beta_slow"])), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies * (1 - ramp) + frequencies / yarn["factor"] * ramp
+
+
+def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with one shared head of keys, which are also the values, and a learnt sink in the denominator.
+
+    q [N, G, H, d], keys [N, K, d], visible [N, G, K] bool, sink [H] -> output [N, G, H, d], weights [N, G, H, K].
+    """
+    N, G, H, d = q.shape
+    scores = (q.reshape(N, G * H, d) @ keys.transpose(1, 2)).view(N, G, H, -1).float() * d**-0.5
+    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
+    scores = torch.cat([scores, sink.view(1, 1, H, 1).expand(N, G, H, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :-1].to(keys.dtype)
+    return (weights.reshape(N, G * H, -1) @ keys).view(N, G, H, d), weights
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim, dtype=torch.float32)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.eps, self.weight)
+
+
+def linear(in_features: int, out_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False)
+
+
+class Compressor(nn.Module):
+    """Pools `ratio` tokens into one cache entry, a gated sum per channel; ratio 4 also looks at the window before.
+
+    Entry w covers positions w * ratio .. w * ratio + ratio - 1 and is written by the token that closes it. The raw
+    (kv, gate) of every position live in a ring, so an entry can be recomputed after a rejection.
+    """
+
+    def __init__(self, config: Config, ratio: int, width: int):
+        super().__init__()
+        self.ratio, self.width, self.overlap = ratio, width, 2 if ratio == 4 else 1
+        self.wkv = linear(config.hidden_size, self.overlap * width)
+        self.wgate = linear(config.hidden_size, self.overlap * width)
+        self.ape = nn.Parameter(torch.zeros(ratio, self.overlap * width, dtype=torch.float32))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.register_buffer("frequencies", rope_frequencies(config, True), persistent=False)
+
+    def allocate(self, num_slots: int, max_len: int, max_chunk: int, device, dtype):
+        channels, ring = self.overlap * self.width, self.overlap * self.ratio + max_chunk
+        for name, shape, kind in (
+            ("state_kv", (num_slots, ring, channels), dtype),
+            ("state_gate", (num_slots, ring, channels), torch.float32),
+            ("entries", (num_slots, max_len // self.ratio + 1, self.width), dtype),  # the last one is scratch
+        ):
+            self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
+
+    def forward(self, x: Tensor, step: Step) -> None:
+        """Store the T tokens' projections and every entry that one of them closes. x [T, hidden]."""
+        ring = self.state_kv.shape[1]
+        row = step.position % ring
+        self.state_kv[step.seq_slot, row] = self.wkv(x)
+        self.state_gate[step.seq_slot, row] = self.wgate(x).float() + self.ape[step.position % self.ratio]
+
+        closing = step.closing[self.ratio]  # [C]; where shapes are static it is all tokens, most of them not closing
+        slot, position = step.seq_slot[closing, None], step.position[closing, None]
+        back = torch.arange(self.overlap * self.ratio - 1, -1, -1, device=x.device)
+        source = position - back  # [C, overlap * ratio]
+        kv = self.state_kv[slot, source % ring]
+        gate = self.state_gate[slot, source % ring].masked_fill((source < 0)[..., None], -torch.inf)
+        if self.overlap == 2:  # first half of the channels from the window before, second half from this one
+            half = torch.arange(2 * self.ratio, device=x.device).view(1, -1, 1) < self.ratio
+            kv = torch.where(half, kv[..., : self.width], kv[..., self.width :])
+            gate = torch.where(half, gate[..., : self.width], gate[..., self.width :])
+        entry = self.norm((gate.softmax(1).to(kv.dtype) * kv).sum(1))  # [C, width]
+        window = position[:, 0] // self.ratio
+        angle = (window * self.ratio)[:, None] * self.frequencies
+        closes = position[:, 0] % self.ratio == self.ratio - 1
+        row = torch.where(closes, window, self.entries.shape[1] - 1)
+        self.entries[slot[:, 0], row] = rotate(entry, angle.cos(), angle.sin())
+
+
+class Indexer(nn.Module):
+    """Scores the ratio-4 entries for every query with a few small heads, so that attention reads only the best."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+        self.wq_b = linear(config.q_lora_rank, self.heads * self.dim)
+        self.weights_proj = linear(config.hidden_size, self.heads)
+        self.compressor = Compressor(config, 4, self.dim)
+
+    def forward(self, x: Tensor, q_latent: Tensor, step: Step) -> Tensor:
+        """x [T, hidden], q_latent [T, q_lora_rank] -> scores [N, group, E] in float32, of every entry, visible or not."""
+        self.compressor(x, step)
+        N, G = step.window_visible.shape[:2]
+        q = rotate(self.wq_b(q_latent).view(-1, self.heads, self.dim), *step.rope[True])
+        keys = self.compressor.entries[step.group_slot[:, 0], :-1]  # [N, E, dim]
+        scores = (q.view(N, G * self.heads, self.dim) @ keys.transpose(1, 2)).float().relu() * self.dim**-0.5
+        weight = self.weights_proj(x).float() * self.heads**-0.5
+        return (scores.view(N, G, self.heads, -1) * weight.view(N, G, self.heads, 1)).sum(2)
+
+
+class Attention(nn.Module):
+    """Multi-query attention over a window of recent positions and, with a ratio, compressed entries of all the past."""
+
+    def __init__(self, config: Config, ratio: int):
+        super().__init__()
+        self.config, self.ratio = config, ratio
+        H, d, groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.wq_a = linear(config.hidden_size, config.q_lora_rank)
+        self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+        self.wq_b = linear(config.q_lora_rank, H * d)
+        self.wkv = linear(config.hidden_size, d)
+        self.kv_norm = RMSNorm(d, config.rms_norm_eps)
+        self.wo_a = linear(H * d // groups, groups * config.o_lora_rank)
+        self.wo_b = linear(groups * config.o_lora_rank, config.hidden_size)
+        self.attn_sink = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        if ratio:
+            self.compressor = Compressor(config, ratio, d)
+        if ratio == 4:
+            self.indexer = Indexer(config)
+
+    def allocate(self, num_slots: int, max_len: int, max_chunk: int, device, dtype):
+        ring = self.config.sliding_window + max_chunk
+        window_kv = torch.zeros(num_slots, ring, self.config.head_dim, device=device, dtype=dtype)
+        self.register_buffer("window_kv", window_kv, persistent=False)
+        if self.ratio:
+            self.compressor.allocate(num_slots, max_len, max_chunk, device, dtype)
+        if self.ratio == 4:
+            self.indexer.compressor.allocate(num_slots, max_len, max_chunk, device, dtype)
+
+    def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> q [T, H, d] after norm and RoPE, and the latent [T, q_lora_rank] that the indexer shares."""
+        q_latent = self.q_norm(self.wq_a(x))
+        q = self.wq_b(q_latent).view(-1, self.config.num_attention_heads, self.config.head_dim)
+        return rotate(rms_norm(q, self.config.rms_norm_eps), *rope), q_latent
+
+    def keys(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, hidden] -> kv [T, d], key and value at once."""
+        return rotate(self.kv_norm(self.wkv(x)), *rope)
+
+    def output(self, out: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """out [T, H, d] -> [T, hidden]: rotate back at the query's position, then project, heads in groups."""
+        groups = self.config.o_groups
+        out = rotate(out, rope[0], -rope[1]).reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, .]
+        latent = out @ self.wo_a.weight.view(groups, self.config.o_lora_rank, -1).transpose(1, 2)
+        return self.wo_b(latent.transpose(0, 1).flatten(1))
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. Writes come before reads, so tokens of one step see each other."""
+        N, G = step.window_visible.shape[:2]
+        rope = step.rope[self.ratio > 0]
+        q, q_latent = self.queries(x, rope)
+        ring = self.window_kv.shape[1]
+        self.window_kv[step.seq_slot, step.position % ring] = self.keys(x, rope)
+        keys = self.window_kv[step.group_slot, step.window_position % ring]  # [N, K, d]
+        visible = step.window_visible
+        if self.ratio:
+            self.compressor(x, step)
+            scores = self.indexer(x.detach(), q_latent.detach(), step) if self.ratio == 4 else None
+            entries, entry_visible = self.select_entries(scores, step)
+            keys, visible = torch.cat([keys, entries], dim=1), torch.cat([visible, entry_visible], dim=2)
+        out, weights = attend(q.view(N, G, *q.shape[1:]), keys, visible, self.attn_sink)
+        if self.training and self.ratio == 4:
+            self.indexer_loss = indexer_loss(scores, weights[..., -scores.shape[2] :], entry_visible)
+        return self.output(out.view(q.shape), rope)
+
+    def select_entries(self, scores: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """Compressed entries [N, E', d] and who sees them [N, group, E']: w < (position + 1) // ratio, if ratio 4 the top k.
+
+        A query alone in its group fetches just its top k. Queries that share a group fetch every entry and mask.
+        """
+        entries, (N, G) = self.compressor.entries, step.window_visible.shape[:2]
+        num_entries = entries.shape[1] - 1
+        closed = ((step.position + 1) // self.ratio).view(N, G, 1)
+        row = torch.arange(num_entries, device=entries.device)
+        top_k = self.config.index_topk
+        if self.ratio == 4 and top_k < num_entries:
+            best = scores.masked_fill(row >= closed, -torch.inf).topk(top_k, sorted=False).indices  # [N, G, k]
+            if G == 1:
+                return entries[step.group_slot, best[:, 0]], best < closed
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
+            return entries[step.group_slot[:, 0], :-1], chosen & (row < closed)
+        return entries[step.group_slot[:, 0], :-1], row < closed
+
+
+def indexer_loss(scores: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+    """KL from the attention's own distribution over the visible entries, heads averaged, to the indexer's (training)."""
+    target = weights.detach().float().mean(2) * visible
+    target = target / target.sum(-1, keepdim=True).clamp(min=1e-6)
+    log_index = scores.masked_fill(~visible, -1e4).log_softmax(-1)
+    return (target * (target.clamp(min=1e-9).log() - log_index)).sum(-1).mean()
+
+
+class Gate(nn.Module):
+    """Routes tokens to experts: by learnt score plus balancing bias, or in the first layers by a table over token ids."""
+
+    def __init__(self, config: Config, hash_routed: bool):
+        super().__init__()
+        self.config, self.hash_routed = config, hash_routed
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        if hash_routed:
+            table = torch.zeros(config.vocab_size, config.num_experts_per_tok, dtype=torch.int64)
+            self.tid2eid = nn.Parameter(table, requires_grad=False)
+        else:
+            self.bias = nn.Parameter(torch.zeros(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> expert ids [T, k], weights [T, k]."""
+        scores = F.softplus(F.linear(x, self.weight).float()).sqrt()
+        if self.hash_routed:
+            expert = self.tid2eid[token]
+        else:
+            expert = (scores + self.bias).topk(self.config.num_experts_per_tok, sorted=False).indices
+        weight = scores.gather(1, expert)
+        return expert, weight / weight.sum(-1, keepdim=True) * self.config.routed_scaling_factor
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer; w1 (gate) and w3 (up) of the release lie in one tensor."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        E, D, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.limit = config.swiglu_limit
+        self.w13 = nn.Parameter(torch.empty(E, 2 * width, D))
+        self.w2 = nn.Parameter(torch.empty(E, D, width))
+
+    def forward(self, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+        """x [T, hidden], expert and weight [T, k] -> [T, hidden]. Tokens are sorted by expert for grouped products."""
+        k = expert.shape[1]
+        order = expert.flatten().argsort(stable=True)
+        ends = F.one_hot(expert, self.w13.shape[0]).sum((0, 1)).cumsum(0).int()  # where each expert's rows end
+        gate, up = F.grouped_mm(x[order // k], self.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        hidden = swiglu(gate, up, self.limit) * weight.flatten()[order, None].to(x.dtype)
+        out = F.grouped_mm(hidden, self.w2.transpose(1, 2), offs=ends)
+        return torch.empty_like(out).index_copy(0, order, out).view(-1, k, out.shape[1]).sum(1)
+
+
+class SharedExpert(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        width = config.moe_intermediate_size * config.n_shared_experts
+        self.limit = config.swiglu_limit
+        self.w1 = linear(config.hidden_size, width)
+        self.w2 = linear(width, config.hidden_size)
+        self.w3 = linear(config.hidden_size, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w1(x), self.w3(x), self.limit))
+
+
+class MoE(nn.Module):
+    def __init__(self, config: Config, hash_routed: bool):
+        super().__init__()
+        self.gate = Gate(config, hash_routed)
+        self.experts = Experts(config)
+        self.shared_experts = SharedExpert(config)
+
+    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+        expert, weight = self.gate(x, token)
+        if self.training:
+            self.load = F.one_hot(expert, self.gate.config.n_routed_experts).sum((0, 1))  # tokens per expert
+        return self.experts(x, expert, weight) + self.shared_experts(x)
+
+
+def sinkhorn(mix: Tensor, iters: int, eps: float) -> Tensor:
+    """Make [T, hc, hc] matrices nearly doubly stochastic: softmax rows, then alternate column and row normalisation."""
+    mix = mix.softmax(-1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    return mix
+
+
+class HyperMix(nn.Module):
+    """One normed linear map from all residual streams to the numbers that mix them (mHC)."""
+
+    def __init__(self, config: Config, num_outputs: int, num_scales: int):
+        super().__init__()
+        self.config = config
+        self.fn = nn.Parameter(torch.empty(num_outputs, config.hc_mult * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.zeros(num_outputs, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(num_scales, dtype=torch.float32))
+
+    def mix(self, streams: Tensor) -> Tensor:
+        """streams [T, hc, hidden] -> [T, num_outputs] float32; the norm is one factor, so it is applied after."""
+        flat = streams.flatten(1).float()
+        return F.linear(flat, self.fn) * (flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+
+
+class HyperConnection(HyperMix):
+    """Manifold-constrained hyper-connection around one sub-layer: hc_mult streams in, one vector through, streams out."""
+
+    def __init__(self, config: Config):
+        super().__init__(config, (2 + config.hc_mult) * config.hc_mult, 3)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [T, hc, hidden] -> sub-layer input [T, hidden], post [T, hc], comb [T, hc, hc] (float32)."""
+        hc, eps = self.config.hc_mult, self.config.hc_eps
+        pre, post, comb = self.mix(streams).split([hc, hc, hc * hc], dim=-1)
+        base_pre, base_post, base_comb = self.base.split([hc, hc, hc * hc])
+        pre = (pre * self.scale[0] + base_pre).sigmoid() + eps
+        post = 2 * (post * self.scale[1] + base_post).sigmoid()
+        comb = (comb * self.scale[2] + base_comb).unflatten(-1, (hc, hc))
+        return collapse(streams, pre), post, sinkhorn(comb, self.config.hc_sinkhorn_iters, eps)
+
+
+class HyperHead(HyperMix):
+    """Collapses the streams for the last time."""
+
+    def __init__(self, config: Config):
+        super().__init__(config, config.hc_mult, 1)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        return collapse(streams, (self.mix(streams) * self.scale + self.base).sigmoid() + self.config.hc_eps)
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    return (pre[..., None] * streams).sum(1).to(streams.dtype)
+
+
+def expand(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """New streams = post x out + comb^T @ streams (transposed!), [T, hc, hidden]."""
+    mixed = comb.to(streams.dtype).transpose(1, 2) @ streams
+    return post.to(out.dtype)[..., None] * out[:, None] + mixed
+
+
+class Block(nn.Module):
+    """One layer. `attn` takes (x, context); the target's context is the Step, a draft stage's is its block's."""
+
+    def __init__(self, config: Config, attn: nn.Module, hash_routed: bool):
+        super().__init__()
+        self.attn = attn
+        self.ffn = MoE(config, hash_routed)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hc_attn = HyperConnection(config)
+        self.hc_ffn = HyperConnection(config)
+
+    def forward(self, streams: Tensor, token: Tensor, context) -> Tensor:
+        """streams [T, hc, hidden] -> the same shape."""
+        x, post, comb = self.hc_attn(streams)
+        streams = expand(self.attn(self.attn_norm(x), context), streams, post, comb)
+        x, post, comb = self.hc_ffn(streams)
+        return expand(self.ffn(self.ffn_norm(x), token), streams, post, comb)
+
+
+class Transformer(nn.Module):
+    """The target. Call `allocate_cache` before the first forward."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(config, Attention(config, config.compress_ratios[i]), hash_routed=i < config.num_hash_layers)
+            for i in range(config.num_hidden_layers)
+        )
+        self.hc_head = HyperHead(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = linear(config.hidden_size, config.vocab_size)
+        for name, compressed in (("frequencies", False), ("frequencies_compressed", True)):
+            self.register_buffer(name, rope_frequencies(config, compressed), persistent=False)
+
+    def allocate_cache(self, num_slots: int, max_len: int, max_chunk: int):
+        """Zeroed caches for `num_slots` sequences of up to `max_len` positions, plus a scratch slot for padding.
+
+        max_chunk: the most tokens one sequence may have in one step; it sizes the rings, see Attention and Compressor.
+        """
+        for layer in self.layers:
+            layer.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
+
+    def prepare(self, token: Tensor, seq_slot: Tensor, position: Tensor, group: int) -> Step:
+        first = position.view(-1, group)[:, :1]
+        window_position = first + torch.arange(1 - self.config.sliding_window, group, device=position.device)  # [N, K]
+        query, key = position.view(-1, group, 1), window_position[:, None]
+        angles = position[:, None] * self.frequencies, position[:, None] * self.frequencies_compressed
+        static_shapes = position.is_cuda
+        return Step(
+            token,
+            seq_slot,
+            position,
+            rope={compressed: (angle.cos(), angle.sin()) for compressed, angle in zip((False, True), angles)},
+            group_slot=seq_slot.view(-1, group)[:, :1],
+            window_position=window_position,
+            window_visible=(key <= query) & (key > query - self.config.sliding_window) & (key >= 0),
+            closing={
+                ratio: torch.arange(len(position), device=position.device)
+                if static_shapes
+                else (position % ratio == ratio - 1).nonzero()[:, 0]
+                for ratio in set(self.config.compress_ratios) - {0}
+            },
+        )
+
+    def forward(
+        self, token: Tensor, seq_slot: Tensor, position: Tensor, rows: Tensor, group: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """One step over T tokens of any sequences, in any order but rising positions within a sequence.
+
+        token, seq_slot, position [T] int64; rows [M]: the tokens whose logits are wanted. With group > 1 every `group`
+        tokens in a row must be neighbours in one sequence; they share their key fetch (training, same result).
+        Returns logits [M, vocab] float32 and taps [T, n_taps * hidden] for the drafter.
+        """
+        step = self.prepare(token, seq_slot, position, group)
+        streams = self.embed(token)[:, None].expand(-1, self.config.hc_mult, -1)
+        taps = {}
+        for i, layer in enumerate(self.layers):
+            streams = layer(streams, token, step)
+            if i in self.config.dspark_target_layer_ids:
+                taps[i] = streams.mean(1)
+        logits = self.head(self.norm(self.hc_head(streams[rows]))).float()
+        taps = [taps[i] for i in self.config.dspark_target_layer_ids] or [streams[:, 0, :0]]
+        return logits, torch.cat(taps, dim=-1)

@@ -1,0 +1,293 @@
+"""Trains the embedded checkpoint on a CPU, from text that every Python has: the standard library's own sources.
+
+    python train.py --target     # the DeepSeek-V4 target, from scratch            (resumes if it was interrupted)
+    python train.py --drafter    # the DSpark drafter, the target frozen           (resumes if it was interrupted)
+    python train.py --calibrate  # confidence temperatures, fitted on held-out generations
+    python train.py --evaluate   # everything the README states about the checkpoint
+
+Nothing of the text is stored: it is read at run time, and files are held out by a hash of their path. Weights are trained
+in bfloat16 with float32 masters, so what is saved is exactly what was trained. Muon moves the matrices (as DeepSeek-V4's
+own training does), AdamW the rest.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+from model import Config, Transformer
+from weights import cast, save_checkpoint
+
+CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
+SPECIAL_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
+NOISE_TOKEN = "<｜noise｜>"
+SEQUENCE, GROUP = 512, 64  # tokens per training sequence; neighbours that share a key fetch
+
+CONFIG = dict(
+    model_type="deepseek_v4",
+    architectures=["DeepseekV4ForCausalLM"],
+    torch_dtype="bfloat16",
+    vocab_size=1024,
+    hidden_size=192,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=64,
+    qk_rope_head_dim=32,
+    q_lora_rank=96,
+    o_lora_rank=64,
+    o_groups=2,
+    moe_intermediate_size=160,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    num_hash_layers=1,
+    scoring_func="sqrtsoftplus",
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    swiglu_limit=10.0,
+    sliding_window=64,
+    compress_ratios=[0, 4, 128, 4, 0, 4, 128, 0, 0],
+    rope_theta=10000.0,
+    compress_rope_theta=160000.0,
+    rope_scaling=dict(type="yarn", factor=2, original_max_position_embeddings=512, beta_fast=32, beta_slow=1),
+    max_position_embeddings=1024,
+    index_n_heads=4,
+    index_head_dim=32,
+    index_topk=64,
+    hc_mult=4,
+    hc_sinkhorn_iters=3,
+    hc_eps=1e-6,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    num_nextn_predict_layers=1,
+    dspark_block_size=5,
+    dspark_noise_token_id=len(SPECIAL_TOKENS),
+    dspark_target_layer_ids=[5, 6, 7],
+    dspark_markov_rank=64,
+)
+
+
+def documents() -> Iterator[tuple[bool, str, str]]:
+    """(held out, name, text) of every module of the standard library and of every topic of its built-in help."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [(p.relative_to(root).as_posix(), p) for p in sorted(root.rglob("*.py"))]
+    for name, path in found:
+        if name.startswith(("site-packages/", "encodings/", "pydoc_data/")):
+            continue
+        try:
+            yield held_out(name), name, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+    from pydoc_data.topics import topics
+
+    for name, text in topics.items():
+        yield held_out(name), f"help/{name}", text
+
+
+def held_out(name: str) -> bool:
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 25 == 0
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"],
+        special_tokens=[*SPECIAL_TOKENS, NOISE_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_corpus(out: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Token streams (training, held out), each document opened by bos and closed by eos; made once per `out`."""
+    if not (out / "corpus.npz").exists():
+        docs = list(documents())
+        tokenizer = train_tokenizer([text for held, _, text in docs if not held])
+        tokenizer.save(str(out / "tokenizer.json"))
+        streams = []
+        for split in (False, True):
+            encoded = tokenizer.encode_batch([text for held, _, text in docs if held is split])
+            bos, eos = CONFIG["bos_token_id"], CONFIG["eos_token_id"]
+            streams.append(np.array([t for e in encoded for t in (bos, *e.ids, eos)], dtype=np.uint16))
+        np.savez(out / "corpus.npz", train=streams[0], held_out=streams[1])
+        print(f"{len(docs)} documents, {len(streams[0]):,} tokens to train on, {len(streams[1]):,} held out", flush=True)
+    corpus = np.load(out / "corpus.npz")
+    return corpus["train"], corpus["held_out"]
+
+
+def initialise(module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        leaf = name.rsplit(".", 1)[-1]
+        if not p.is_floating_point():  # tid2eid: two different experts for every token
+            p.data = torch.rand(p.shape[0], CONFIG["n_routed_experts"]).argsort(1)[:, : p.shape[1]].contiguous()
+        elif leaf == "base" and p.shape[0] > CONFIG["hc_mult"]:  # streams start out nearly separate
+            hc = CONFIG["hc_mult"]
+            p.data[:hc], p.data[2 * hc :] = -1.0, 3 * torch.eye(hc).flatten()
+        elif leaf == "fn":
+            nn.init.normal_(p, std=0.01)
+        elif p.dim() > 1 and leaf != "ape":
+            nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[-1] ** -0.5)
+
+
+class Masters:
+    """Float32 copies of a module's parameters and their optimisers: Muon for matrices inside the blocks, AdamW else."""
+
+    def __init__(self, module: nn.Module, muon_lr: float, adam_lr: float):
+        self.pairs, matrices, others = [], [], []
+        for name, p in module.named_parameters():
+            if not p.requires_grad:
+                continue
+            matrix = p.dim() > 1 and ".hc_" not in name and name.startswith(("layers.", "stages.", "main_proj."))
+            matrix = matrix and not name.endswith(("ape", "gate.weight", "weights_proj.weight"))
+            for part in range(p.shape[0] if p.dim() == 3 else 1):  # one matrix per expert
+                index = part if p.dim() == 3 else slice(None)
+                master = p.data[index].float().clone().requires_grad_()
+                self.pairs.append((p, index, master))
+                (matrices if matrix else others).append(master)
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.02),
+            torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.peak_lr = [muon_lr, adam_lr]
+
+    def step(self, lr_factor: float) -> None:
+        for p, index, master in self.pairs:
+            master.grad = p.grad[index].float()
+        for optimizer, peak in zip(self.optimizers, self.peak_lr):
+            optimizer.param_groups[0]["lr"] = peak * lr_factor
+            optimizer.step()
+        with torch.no_grad():
+            for p, index, master in self.pairs:
+                p[index] = master.to(p.dtype)
+                p.grad = None
+
+    def state_dict(self) -> dict:
+        return {"masters": [m.data for _, _, m in self.pairs], "optimizers": [o.state_dict() for o in self.optimizers]}
+
+    def load_state_dict(self, state: dict) -> None:
+        with torch.no_grad():
+            for (p, index, master), saved in zip(self.pairs, state["masters"]):
+                master.copy_(saved)
+                p[index] = saved.to(p.dtype)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+
+
+def lr_factor(progress: float) -> float:
+    """Short warm-up, plateau, linear decay over the second half. progress in [0, 1]."""
+    return min(1.0, progress / 0.02 + 0.05, 2 * (1 - progress) + 0.01)
+
+
+def sample_sequences(stream: np.ndarray, batch: int, rng: np.random.Generator) -> Tensor:
+    """Random crops [batch, SEQUENCE + 1], each opened by bos as every prompt is."""
+    starts = rng.integers(0, len(stream) - SEQUENCE - 1, batch)
+    tokens = torch.from_numpy(np.stack([stream[s : s + SEQUENCE + 1] for s in starts]).astype(np.int64))
+    tokens[:, 0] = CONFIG["bos_token_id"]
+    return tokens
+
+
+def flat_batch(batch: int) -> tuple[Tensor, Tensor]:
+    """seq_slot and position [batch * SEQUENCE] of a rectangle of sequences."""
+    return torch.arange(batch).repeat_interleave(SEQUENCE), torch.arange(SEQUENCE).repeat(batch)
+
+
+@torch.no_grad()
+def bits_per_byte(target: Transformer, stream: np.ndarray, tokenizer: Tokenizer, windows: int) -> float:
+    """Mean cost in bits per byte of text, over `windows` evenly spaced crops of the held-out stream."""
+    starts = np.linspace(0, len(stream) - SEQUENCE - 1, windows).astype(int)
+    nats = num_bytes = 0
+    for chunk in np.array_split(starts, math.ceil(windows / 16)):
+        tokens = torch.from_numpy(np.stack([stream[s : s + SEQUENCE + 1] for s in chunk]).astype(np.int64))
+        tokens[:, 0] = CONFIG["bos_token_id"]
+        target.allocate_cache(len(chunk), SEQUENCE, SEQUENCE)
+        rows = torch.arange(len(chunk) * SEQUENCE)
+        logits, _ = target(tokens[:, :-1].flatten(), *flat_batch(len(chunk)), rows, group=GROUP)
+        nats += F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum").item()
+        num_bytes += sum(len(text.encode()) for text in tokenizer.decode_batch(tokens[:, 1:].tolist()))
+    return nats / math.log(2) / num_bytes
+
+
+def train_target(out: Path, minutes: float, batch: int) -> None:
+    """Next-token training. The schedule follows the clock, so a slower machine trains on less text."""
+    train, held_out = load_corpus(out)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    target = Transformer(Config.load(out))
+    initialise(target)
+    cast(target, torch.bfloat16)
+    masters, elapsed, step = Masters(target, muon_lr=0.02, adam_lr=4e-3), 0.0, 0
+    if (out / "target_state.pt").exists():
+        state = torch.load(out / "target_state.pt")
+        target.load_state_dict(state["model"])
+        masters.load_state_dict(state["masters"])
+        elapsed, step = state["elapsed"], state["step"]
+    print(f"target: {sum(p.numel() for p in target.parameters()):,} parameters, from minute {elapsed / 60:.0f}", flush=True)
+    learned = [layer.ffn for layer in target.layers if not layer.ffn.gate.hash_routed]
+    indexed = [layer.attn for layer in target.layers if layer.attn.ratio == 4]
+    seq_slot, position = flat_batch(batch)
+    target.train()
+    for layer in target.layers:
+        layer.compile()
+
+    last, saved, average = None, elapsed, None
+    while elapsed < minutes * 60:
+        tokens = sample_sequences(train, batch, np.random.default_rng(step))
+        target.allocate_cache(batch, SEQUENCE, SEQUENCE)
+        logits, _ = target(tokens[:, :-1].flatten(), seq_slot, position, torch.arange(len(position)), group=GROUP)
+        loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
+        (loss + sum(attn.indexer_loss for attn in indexed)).backward()
+        progress = elapsed / (minutes * 60)
+        masters.step(lr_factor(progress))
+        for ffn in learned:  # load balancing without an auxiliary loss: busy experts are picked a little less
+            ffn.gate.bias += 2e-3 * (1 - progress) * (ffn.load.float().mean() - ffn.load).sign()
+        average = loss.item() if average is None else 0.95 * average + 0.05 * loss.item()
+        step += 1
+        now = time.time()
+        elapsed, last = elapsed + (now - last if last else 0), now  # the first step, which compiles, does not count
+        if step % 20 == 0:
+            load = torch.stack([ffn.load / ffn.load.sum() for ffn in learned]).max().item()
+            rate = batch * SEQUENCE * step / max(elapsed, 1)
+            print(f"{elapsed / 60:6.1f} min  step {step:5d}  loss {average:.3f}  {rate:.0f} tokens/s  max load {load:.2f}", flush=True)
+        if elapsed - saved > 300 or elapsed >= minutes * 60:
+            saved = elapsed
+            state = dict(model=target.state_dict(), masters=masters.state_dict(), elapsed=elapsed, step=step)
+            torch.save(state, out / "target_state.tmp")
+            (out / "target_state.tmp").rename(out / "target_state.pt")
+            save_checkpoint(out / "target.safetensors", target)
+            target.eval()
+            with torch.compiler.set_stance("force_eager"):
+                print(f"held out: {bits_per_byte(target, held_out, tokenizer, 48):.4f} bits per byte", flush=True)
+            target.train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="store_true")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--out", type=Path, default=Path("build"), help="working directory (default: build)")
+    args = parser.parse_args()
+    args.out.mkdir(exist_ok=True, parents=True)
+    torch.manual_seed(0)
+    if args.target:
+        train_target(args.out, args.minutes, batch=16)
+
+
+if __name__ == "__main__":
+    main()
