@@ -102,9 +102,10 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on interleaved pairs of the last 2 * cos.shape[-1] channels. x [T, ..., d], cos and sin [T, rope_dim / 2]."""
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
+    half = cos.shape[-1]
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (half,)
     cos, sin = cos.view(shape), sin.view(shape)
-    plain, pairs = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
+    plain, pairs = x.split([x.shape[-1] - 2 * half, 2 * half], dim=-1)
     even, odd = pairs.float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     return torch.cat([plain, rotated.to(x.dtype)], dim=-1)

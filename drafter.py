@@ -1,0 +1,185 @@
+"""The DSpark drafter: a few V4 blocks that draft a block in one pass, a Markov head and a confidence head.
+
+Source: DSpark (arXiv 2607.05147) and the release checkpoint's `mtp.N` keys. The drafter never runs the prompt: at every
+verified position it stores keys computed from the target's hidden states (taps), and a block attends to those.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import Attention, Block, Config, HyperHead, RMSNorm, Transformer, attend, linear, rope_frequencies
+from sampling import distribution, sample
+
+
+class BlockContext(NamedTuple):
+    """What all stages need to know about R blocks of G inputs each."""
+
+    seq_slot: Tensor  # [R, 1]
+    context_position: Tensor  # [R, W] the last sliding_window positions before each block
+    rope: tuple[Tensor, Tensor]  # cos, sin of the block's own positions, [R * G, rope_dim / 2]
+
+
+class BlockAttention(Attention):
+    """All queries of a block see the same keys: the context before the block, and the whole block in both directions."""
+
+    def store(self, main_x: Tensor, seq_slot: Tensor, position: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+        self.window_kv[seq_slot, position % self.window_kv.shape[1]] = self.keys(main_x, rope)
+
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+        """x [R * G, hidden] -> [R * G, hidden]."""
+        R, W = context.context_position.shape
+        q, _ = self.queries(x, context.rope)
+        block_kv = self.keys(x, context.rope).view(R, -1, self.config.head_dim)
+        context_kv = self.window_kv[context.seq_slot, context.context_position % self.window_kv.shape[1]]
+        G = block_kv.shape[1]
+        visible = F.pad(context.context_position >= 0, (0, G), value=True)[:, None].expand(R, G, W + G)
+        out, _ = attend(q.view(R, G, *q.shape[1:]), torch.cat([context_kv, block_kv], 1), visible, self.attn_sink)
+        return self.output(out.view(q.shape), context.rope)
+
+
+class MarkovHead(nn.Module):
+    """Adds what the previous token says about the next: low-rank bigram logits."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.dspark_markov_rank)
+        self.markov_w2 = linear(config.dspark_markov_rank, config.vocab_size)
+
+
+class ConfidenceHead(nn.Module):
+    """Predicts, before draft k is drawn, whether it will be accepted given that the drafts before it were."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.proj = linear(config.hidden_size + config.dspark_markov_rank, 1)
+
+    def forward(self, hidden: Tensor, markov: Tensor) -> Tensor:
+        """hidden [..., hidden], markov [..., rank] -> logit [...] in float32."""
+        return F.linear(torch.cat([hidden, markov], -1).float(), self.proj.weight.float())[..., 0]
+
+
+class Drafter(nn.Module):
+    """Stages and heads; embedding and output head are the target's own modules. Call `allocate_cache` first."""
+
+    def __init__(self, config: Config, num_stages: int, target: Transformer):
+        super().__init__()
+        self.config = config
+        self.embed, self.head = target.embed, target.head
+        self.main_proj = linear(len(config.dspark_target_layer_ids) * config.hidden_size, config.hidden_size)
+        self.main_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.stages = nn.ModuleList(
+            Block(config, BlockAttention(config, ratio=0), hash_routed=False) for _ in range(num_stages)
+        )
+        self.hc_head = HyperHead(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = MarkovHead(config)
+        self.confidence_head = ConfidenceHead(config)
+        self.calibration = {}  # sampling temperature -> one confidence temperature per position
+        self.register_buffer("frequencies", rope_frequencies(config, False), persistent=False)
+
+    def allocate_cache(self, num_slots: int, max_len: int, max_chunk: int):
+        """Context rings for `num_slots` sequences and a scratch slot; arguments as Transformer.allocate_cache."""
+        for stage in self.stages:
+            stage.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
+
+    def rope(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        angle = position.flatten()[:, None] * self.frequencies
+        return angle.cos(), angle.sin()
+
+    def store(self, taps: Tensor, seq_slot: Tensor, position: Tensor) -> None:
+        """Turn the target's taps [T, n_taps * hidden] at (seq_slot, position) [T] into context keys of every stage."""
+        main_x, rope = self.main_norm(self.main_proj(taps)), self.rope(position)
+        for stage in self.stages:
+            stage.attn.store(main_x, seq_slot, position, rope)
+
+    def run_block(self, anchor: Tensor, seq_slot: Tensor, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """One pass over blocks [anchor, noise, noise, ...]; anchor, seq_slot, position [R].
+
+        Returns hidden [R, length, hidden] and base logits [R, length, V]; input k predicts the token after it. Never
+        fewer than dspark_block_size inputs are run: the stages were not trained on shorter blocks.
+        """
+        R, G = len(anchor), max(length, self.config.dspark_block_size)
+        token = torch.full((R, G), self.config.dspark_noise_token_id, device=anchor.device)
+        token[:, 0] = anchor
+        back = torch.arange(self.config.sliding_window, 0, -1, device=anchor.device)
+        rope = self.rope(position[:, None] + torch.arange(G, device=anchor.device))
+        context = BlockContext(seq_slot[:, None], position[:, None] - back, rope)
+        token = token.flatten()
+        streams = self.embed(token)[:, None].expand(-1, self.config.hc_mult, -1)
+        for stage in self.stages:
+            streams = stage(streams, token, context)
+        hidden = self.hc_head(streams.unflatten(0, (R, G))[:, :length].flatten(0, 1))
+        return hidden.view(R, length, -1), self.head(self.norm(hidden)).view(R, length, -1)
+
+    def draft(
+        self, anchor: Tensor, seq_slot: Tensor, position: Tensor, temperature: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw a block for each of R requests, left to right through the Markov head.
+
+        anchor, seq_slot, position, temperature [R]; noise [R, gamma] uniform in [0, 1). Returns drafts [R, gamma], the
+        distributions they were drawn from q [R, gamma, V], and calibrated confidence [R, gamma]: the probability that
+        draft k is accepted if those before it are. It is computed from drafts before k, never from draft k itself.
+        """
+        gamma = noise.shape[1]
+        hidden, base = self.run_block(anchor, seq_slot, position, gamma)
+        drafts, qs, confidence_logits = [], [], []
+        token = anchor
+        for k in range(gamma):
+            markov = self.markov_head.markov_w1(token)
+            q = distribution(base[:, k] + self.markov_head.markov_w2(markov), temperature)
+            confidence_logits.append(self.confidence_head(hidden[:, k], markov))
+            token = sample(q, noise[:, k])
+            drafts.append(token)
+            qs.append(q)
+        logits = torch.stack(confidence_logits, 1)
+        confidence = (logits / self.confidence_temperature(temperature, gamma)).sigmoid()
+        return torch.stack(drafts, 1), torch.stack(qs, 1), confidence
+
+    def confidence_temperature(self, temperature: Tensor, gamma: int) -> Tensor:
+        """Divisors [R, gamma] for the confidence logits, from the calibration fitted nearest to each temperature [R].
+
+        Positions beyond those fitted use the last one; without a calibration all are 1.
+        """
+        if not self.calibration:
+            return torch.ones_like(temperature)[:, None]
+        fitted = torch.tensor(list(self.calibration), device=temperature.device)
+        table = [(row + row[-1:] * gamma)[:gamma] for row in self.calibration.values()]
+        nearest = (temperature[:, None] - fitted).abs().argmin(1)
+        return torch.tensor(table, device=temperature.device)[nearest]
+
+    def load_calibration(self, directory: Path) -> None:
+        """Use the temperatures that `train.py --calibrate` fitted, if the checkpoint directory has them."""
+        path = Path(directory) / "calibration.json"
+        if path.exists():
+            fitted = json.loads(path.read_text())["confidence_temperature"]
+            self.calibration = {float(temperature): values for temperature, values in fitted.items()}
+
+
+def expected_calibration_error(predicted: Tensor, happened: Tensor, num_bins: int = 15) -> float:
+    """Mean distance between predicted probability and observed frequency, over equally filled bins. Both [N]."""
+    order = predicted.argsort()
+    bins = [b for b in order.tensor_split(num_bins) if len(b)]
+    gaps = [(predicted[b].mean() - happened[b].float().mean()).abs() * len(b) for b in bins]
+    return (torch.stack(gaps).sum() / len(predicted)).item()
+
+
+def fit_calibration(logits: Tensor, survived: Tensor) -> list[float]:
+    """Sequential temperature scaling (DSpark section on calibration): one temperature per position, left to right.
+
+    logits [N, gamma] of the confidence head, survived [N, gamma] bool: were drafts 0..k all accepted. Each position's
+    temperature minimises the calibration error of the survival product, earlier positions being fixed.
+    """
+    survival, temperatures = torch.ones(len(logits)), []
+    grid = torch.logspace(-0.7, 0.7, 141)
+    for k in range(logits.shape[1]):
+        candidates = [survival * (logits[:, k] / t).sigmoid() for t in grid]
+        errors = [expected_calibration_error(candidate, survived[:, k]) for candidate in candidates]
+        best = min(range(len(grid)), key=errors.__getitem__)
+        temperatures.append(round(grid[best].item(), 4))
+        survival = candidates[best]
+    return temperatures

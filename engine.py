@@ -1,0 +1,565 @@
+"""Speculative decoding of DeepSeek-V4 with the DSpark drafter and adaptive verification.
+
+    python engine.py                                  # the embedded checkpoint, one prompt, text as it is written
+    python engine.py --prompt "class Stack:" --temperature 0 --output-json -
+
+Read `Engine.step`: it is the whole algorithm. State that changes every step (anchors, drafts, their distributions and
+confidences) lives on the device, one row per sequence slot; the host reads back once per step and does the bookkeeping.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+
+from profile_costs import CostTable, measure
+from sampling import DRAFT, request_key, uniform
+from verify import accept, admit, best_budget, layout
+from weights import load_checkpoint
+
+DEFAULT_MODEL = str(Path(__file__).parent / "checkpoints" / "tiny")
+DEFAULT_PROMPT = 'def read_config(path):\n    """'
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. temperature 0 is greedy; seed together with the request's index keys its randomness."""
+
+    temperature: float = 1.0
+    max_tokens: int = 128
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) or a positive number")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}, allowed: 1 or more")
+
+
+@dataclass
+class Completion:
+    """What one request came to. finish_reason: "stop" (a stop token, not part of the text) or "length"."""
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+
+
+class Request:
+    """Host-side bookkeeping of one sequence."""
+
+    def __init__(self, index: int, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, max_len: int):
+        self.index, self.prompt, self.prompt_token_ids, self.params = index, prompt, prompt_token_ids, params
+        self.output: list[int] = []
+        self.max_tokens = min(params.max_tokens, max_len - len(prompt_token_ids))
+        self.finish_reason: str | None = None
+        self.slot = -1  # row in every cache and in the device state, while running
+        self.prefilled = 0  # prompt tokens whose keys are stored; the last prompt token is the first anchor
+        self.drafts: list[int] = []  # the block that the next step verifies, as read back
+        self.confidence: list[float] = []  # of that block; admission uses it, on the device
+        self.old_survival: np.ndarray | None = None  # of the block before; the budget uses it
+
+    def limit(self, gamma: int) -> int:
+        """How many drafts the next step may verify: a block must exist, and one more token than accepted is emitted."""
+        return min(gamma, self.max_tokens - len(self.output) - 1) if self.drafts else 0
+
+
+@dataclass
+class Stats:
+    """Sums over the steps of one `generate` call."""
+
+    steps: int = 0
+    output_tokens: int = 0
+    wall_s: float = 0.0
+    request_steps: int = 0  # (request, step) pairs that emitted
+    emitted: int = 0  # tokens emitted by them, those after a stop token included
+    budget: int = 0
+    reached: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [gamma] verified, all drafts before accepted
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [gamma]
+    time_s: dict[str, float] = field(default_factory=dict)
+    cost_error: list[float] = field(default_factory=list)  # |predicted / measured - 1| per decode step
+
+    def report(self) -> dict:
+        return {
+            "output_tokens": self.output_tokens,
+            "wall_s": round(self.wall_s, 4),
+            "tokens_per_s": round(self.output_tokens / max(self.wall_s, 1e-9), 2),
+            "steps": self.steps,
+            "mean_accepted_length": round(self.emitted / max(self.request_steps, 1), 4),
+            "mean_budget_per_request": round(self.budget / max(self.request_steps, 1), 4),
+            "acceptance_by_position": [round(a / r, 4) if r else None for a, r in zip(self.accepted, self.reached)],
+            "time_s": {name: round(seconds, 4) for name, seconds in self.time_s.items()},
+            "median_cost_error": round(float(np.median(self.cost_error)), 4) if self.cost_error else None,
+        }
+
+
+class Engine:
+    """Runs many requests at once over one target and, unless num_speculative_tokens is 0, its drafter.
+
+    model: a directory in the release format. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
+    Raises ValueError, naming the value and what is allowed, for anything that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        num_speculative_tokens: int | None = None,
+        adaptive_verification: bool = True,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        profile_context_len: int = 8192,
+    ):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}, allowed: {', '.join(DTYPES)}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is cuda, but CUDA is not available here; allowed: cpu")
+        if num_speculative_tokens is not None and not 0 <= num_speculative_tokens <= 64:
+            raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, allowed: 0 to 64")
+        if not 1 <= max_num_seqs <= max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs is {max_num_seqs}, allowed: 1 to max_num_batched_tokens ({max_num_batched_tokens})"
+            )
+        self.tokenizer = load_tokenizer(model)
+        self.target, self.drafter = load_checkpoint(model, DTYPES[dtype], device, num_speculative_tokens != 0)
+        config = self.config = self.target.config
+        if self.drafter is None and num_speculative_tokens:
+            raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, but {model} has no drafter: allowed: 0")
+        gamma = 0 if self.drafter is None else num_speculative_tokens or config.dspark_block_size
+        max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
+        if not gamma + 2 <= max_model_len <= config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, allowed: {gamma + 2} to {config.max_position_embeddings}"
+            )
+        self.gamma, self.device, self.max_model_len = gamma, device, max_model_len
+        self.adaptive = adaptive_verification and gamma > 0
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_chunk = max(min(max_num_batched_tokens, 256), gamma + 1)  # most tokens of one sequence in a step
+        self.target.allocate_cache(max_num_seqs, max_model_len, self.max_chunk)
+        if self.drafter:
+            self.drafter.allocate_cache(max_num_seqs, max_model_len, self.max_chunk)
+
+        S = max_num_seqs  # device state, one row per slot
+        with torch.device(device):
+            self.anchor = torch.zeros(S, dtype=torch.int64)  # newest token; the target has no keys for it yet
+            self.position = torch.zeros(S, dtype=torch.int64)  # of the anchor
+            self.temperature = torch.zeros(S)
+            self.key = torch.zeros(S, dtype=torch.int64)  # of the request's random numbers
+            self.drafts = torch.zeros(S, gamma, dtype=torch.int64)
+            self.q = torch.zeros(S, gamma, config.vocab_size)  # what each draft was drawn from
+            self.confidence = torch.ones(S, gamma)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.free_slots = list(range(S))[::-1]
+        self.step_index = 0
+        self.stats = Stats()
+        self.cost_table = self.profile(model, dtype, min(profile_context_len, max_model_len - gamma - 2))
+        self.verify_ms = self.cost_table.verify_ms(max_num_batched_tokens)
+        self.draft_ms = self.cost_table.draft_ms(max_num_seqs)
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> dict:
+        """One step: every running request verifies its admitted drafts and drafts its next block.
+
+        Returns the trace record of the step (see README), the emitted tokens of each request in it.
+        """
+        self.lap(None)
+        decoding, prompt_chunks = self.schedule()
+        limits = [r.limit(self.gamma) for r in decoding]
+        budget = self.choose_budget(decoding, limits, sum(len(tokens) for tokens, _, _ in prompt_chunks))
+        slots = self.tensor([r.slot for r in decoding])
+        self.lap("schedule")
+        emitted, accepted, admitted = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks)
+        self.lap("verify")
+        if self.drafter and decoding:
+            self.run_draft(slots)
+        self.lap("draft")
+        readback = [emitted, accepted[:, None], admitted[:, None], self.drafts[slots], self.confidence[slots]]
+        readback = torch.cat(readback, dim=1).tolist() if decoding else []  # the one device-to-host copy
+        num_tokens = len(decoding) + budget + sum(len(tokens) for tokens, _, _ in prompt_chunks)
+        record = self.finish_step(decoding, budget, num_tokens, readback)
+        self.lap("bookkeeping")
+        return record
+
+    def schedule(self) -> tuple[list[Request], list[tuple[list[int], int, int]]]:
+        """First come, first served: requests that emit this step, and prompt chunks (tokens, slot, first position).
+
+        A prompt's last token is not part of a chunk: it is the request's first anchor.
+        """
+        while self.waiting and self.free_slots:
+            self.join(self.waiting.popleft())
+        decoding = [r for r in self.running if r.prefilled == len(r.prompt_token_ids) - 1]
+        room, chunks = self.max_num_batched_tokens - len(decoding), []
+        for r in self.running:
+            left = len(r.prompt_token_ids) - 1 - r.prefilled
+            length = min(left, room, self.max_chunk)
+            if length > 0:
+                chunks.append((r.prompt_token_ids[r.prefilled : r.prefilled + length], r.slot, r.prefilled))
+                r.prefilled += length
+                room -= length
+                if length == left and room > 0 and length < self.max_chunk:  # its anchor fits into this step, too
+                    decoding.append(r)
+                    room -= 1
+        return decoding, chunks
+
+    def join(self, r: Request) -> None:
+        """Give the request a slot. Caches need no clearing: nothing written before is visible at its positions."""
+        r.slot = self.free_slots.pop()
+        r.old_survival = np.ones(self.gamma)
+        self.anchor[r.slot], self.position[r.slot] = r.prompt_token_ids[-1], len(r.prompt_token_ids) - 1
+        self.temperature[r.slot], self.key[r.slot] = r.params.temperature, request_key(r.params.seed, r.index)
+        self.running.append(r)
+
+    def choose_budget(self, decoding: list[Request], limits: list[int], num_prompt_tokens: int) -> int:
+        """How many draft slots to verify. It must not look at the drafts that await verification (see verify.py)."""
+        num_fixed = len(decoding) + num_prompt_tokens  # tokens of this step that are not drafts
+        most = min(sum(limits), self.max_num_batched_tokens - num_fixed)
+        if not self.adaptive or most <= 0:
+            return max(most, 0)
+        survival = np.concatenate([r.old_survival[:limit] for r, limit in zip(decoding, limits)])
+        cost_ms = self.draft_ms[len(decoding)] + self.verify_ms[num_fixed : num_fixed + most + 1]
+        return best_budget(survival, len(decoding), cost_ms)
+
+    def run_verify(
+        self, slots: Tensor, limit: Tensor, budget: int, prompt_chunks: Sequence[tuple[list[int], int, int]] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Verify `budget` drafts of the requests in `slots` [R] and store prompt chunks, in one forward of the target.
+
+        limit [R]: drafts that may be verified. Moves the anchors on. Returns emitted [R, gamma + 1], accepted [R] and
+        admitted [R]; accepted + 1 of the emitted tokens count.
+        """
+        anchor, position, drafts, q = self.anchor[slots], self.position[slots], self.drafts[slots], self.q[slots]
+        admitted = admit(self.confidence[slots].cumprod(1), limit, budget)
+        spans = layout(anchor, drafts, admitted, budget)
+        token = [torch.tensor(tokens, device=self.device) for tokens, _, _ in prompt_chunks] + [spans.token]
+        seq_slot = [torch.full((len(tokens),), slot, device=self.device) for tokens, slot, _ in prompt_chunks]
+        place = [torch.arange(first, first + len(tokens), device=self.device) for tokens, _, first in prompt_chunks]
+        token = torch.cat(token)
+        seq_slot = torch.cat(seq_slot + [slots[spans.row]])
+        place = torch.cat(place + [position[spans.row] + spans.offset])
+        rows = torch.arange(len(token) - len(spans.token), len(token), device=self.device)
+        logits, taps = self.target(token, seq_slot, place, rows)
+        result = accept(logits, spans, drafts, q, admitted, self.temperature[slots], self.key[slots], position)
+        self.anchor[slots] = result.emitted.gather(1, result.accepted[:, None])[:, 0]
+        self.position[slots] = position + result.accepted + 1
+        if self.drafter:
+            self.drafter.store(taps, seq_slot, place)
+        return result.emitted, result.accepted, admitted
+
+    def run_draft(self, slots: Tensor) -> None:
+        """Draft the next block of the requests in `slots` [R], from their anchors."""
+        anchor, position, temperature = self.anchor[slots], self.position[slots], self.temperature[slots]
+        noise = uniform(self.key[slots], position, DRAFT, self.gamma)
+        block = self.drafter.draft(anchor, slots, position, temperature, noise)
+        self.drafts[slots], self.q[slots], self.confidence[slots] = block
+
+    def finish_step(self, decoding: list[Request], budget: int, num_tokens: int, readback: list[list[float]]) -> dict:
+        """Bookkeeping on the host: outputs, stops, statistics, freed slots. Returns the trace record."""
+        gamma, stats, records = self.gamma, self.stats, []
+        for r, row in zip(decoding, readback):
+            accepted, admitted = int(row[gamma + 1]), int(row[gamma + 2])
+            tokens = [int(t) for t in row[: accepted + 1]]
+            stats.emitted += len(tokens)
+            stats.reached[: min(accepted + 1, admitted)] += 1
+            stats.accepted[:accepted] += 1
+            position = len(r.prompt_token_ids) + len(r.output) - 1
+            anchor = r.output[-1] if r.output else r.prompt_token_ids[-1]
+            tokens = self.append(r, tokens)
+            survival = np.cumprod(r.confidence)
+            records.append(
+                dict(index=r.index, position=position, anchor=anchor, drafts=r.drafts, confidence=r.confidence)
+                | dict(survival=survival.tolist(), admitted=admitted, accepted=accepted, emitted=tokens)
+            )
+            if len(survival):
+                r.old_survival = survival
+            r.drafts = [int(t) for t in row[gamma + 3 : 2 * gamma + 3]]
+            r.confidence = row[2 * gamma + 3 :]
+            if r.finish_reason:
+                self.running.remove(r)
+                self.free_slots.append(r.slot)
+        predicted_ms = float(self.verify_ms[num_tokens] + self.draft_ms[len(decoding)])
+        measured_ms = (time.perf_counter() - self.step_start) * 1e3
+        stats.cost_error.append(abs(predicted_ms / measured_ms - 1))
+        stats.steps += 1
+        stats.request_steps += len(decoding)
+        stats.budget += budget
+        self.step_index += 1
+        return dict(
+            step=self.step_index - 1,
+            num_tokens=num_tokens,
+            budget=budget,
+            predicted_ms=round(predicted_ms, 3),
+            measured_ms=round(measured_ms, 3),
+            requests=records,
+        )
+
+    def append(self, r: Request, tokens: list[int]) -> list[int]:
+        """Add tokens to the request's output up to a stop token or max_tokens; returns those that were added."""
+        stops = set(r.params.stop_token_ids) | (set() if r.params.ignore_eos else {self.config.eos_token_id})
+        for i, token in enumerate(tokens):
+            if token in stops:
+                r.finish_reason = "stop"
+                return tokens[:i]
+            r.output.append(token)
+            self.stats.output_tokens += 1
+            if len(r.output) == r.max_tokens:
+                r.finish_reason = "length"
+                return tokens[: i + 1]
+        return tokens
+
+    # ---- around the step -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        on_step: Callable[[dict], None] | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts, text or token ids, and return their completions in order.
+
+        on_step is called after every step with its trace record. Raises ValueError for a prompt that is empty, too long
+        for max_model_len or has a token id outside the vocabulary.
+        """
+        all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        requests = [self.make_request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, all_params, strict=True))]
+        self.stats = Stats(reached=np.zeros(self.gamma), accepted=np.zeros(self.gamma))
+        self.waiting.extend(requests)
+        start = time.perf_counter()
+        while self.waiting or self.running:
+            record = self.step()
+            if on_step:
+                on_step(record)
+        self.stats.wall_s = time.perf_counter() - start
+        return [
+            Completion(r.index, r.prompt, r.prompt_token_ids, self.decode(r.output), r.output, r.finish_reason)
+            for r in requests
+        ]
+
+    def make_request(self, index: int, prompt: str | list[int], params: SamplingParams) -> Request:
+        text, ids = (prompt, self.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+        if not ids:
+            raise ValueError(f"prompt {index} has no tokens, allowed: at least one")
+        for token in ids:
+            if not (isinstance(token, int) and 0 <= token < self.config.vocab_size):
+                raise ValueError(f"prompt {index} has token id {token}, allowed: 0 to {self.config.vocab_size - 1}")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(f"prompt {index} has {len(ids)} tokens, allowed: fewer than max_model_len {self.max_model_len}")
+        return Request(index, text, ids, params, self.max_model_len)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.config.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    @torch.inference_mode()
+    def profile(self, model: str, dtype: str, context_len: int) -> CostTable:
+        """Measure verification and drafting on dummy spans behind `context_len` positions of stale cache."""
+
+        def place(num_requests: int) -> Tensor:
+            slots = torch.arange(num_requests, device=self.device)
+            self.position[slots] = context_len - slots % min(context_len + 1, 128)  # so that some close their windows
+            return slots
+
+        def run_verify(num_tokens: int) -> None:
+            num_requests = min(self.max_num_seqs, num_tokens if self.gamma == 0 else (num_tokens + 1) // 2)
+            slots = place(num_requests)
+            self.run_verify(slots, torch.full_like(slots, self.gamma), num_tokens - num_requests)[0].sum().item()
+
+        def run_draft(num_requests: int) -> None:
+            self.run_draft(place(num_requests))
+            self.drafts.sum().item()
+
+        max_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * (self.gamma + 1))
+        mode = dict(device=self.device, dtype=dtype, model=model, mode="eager", context_len=context_len)
+        return measure(run_verify, run_draft if self.drafter else None, max_tokens, self.max_num_seqs, mode)
+
+    def lap(self, name: str | None) -> None:
+        """Charge the time since the last call to `name`; None starts a step."""
+        now = time.perf_counter()
+        if name is None:
+            self.step_start = now
+        else:
+            self.stats.time_s[name] = self.stats.time_s.get(name, 0.0) + now - self.last_lap
+        self.last_lap = now
+
+    def tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    path = Path(model) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    return Tokenizer.from_file(str(path))
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):  # one line, no usage
+        raise SystemExit(fail(message))
+
+
+def fail(message: object) -> int:
+    print(f"engine.py: {message}", file=sys.stderr)
+    return 2
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory of a checkpoint (default: the embedded one)")
+    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
+    parser.add_argument("--prompts-file", metavar="FILE", help='one per line: text, or JSON with "prompt" or "prompt_token_ids"')
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default: block size; 0: no drafter at all")
+    parser.add_argument("--adaptive-verification", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="R")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="T")
+    parser.add_argument("--max-model-len", type=int, metavar="L", help="default: the checkpoint's max_position_embeddings")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--profile-context-len", type=int, default=8192, metavar="N")
+    parser.add_argument("--output-json", metavar="FILE", help="one object per request, then the statistics; - for standard output")
+    parser.add_argument("--trace", metavar="FILE", help="one JSON object per step")
+    return parser.parse_args(argv)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
+    prompts = list(args.prompt or [])
+    if args.prompts_file:
+        try:
+            lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {args.prompts_file}: {error}") from None
+        for number, line in enumerate(lines, start=1):
+            if not line.startswith("{"):
+                prompts.append(line)
+                continue
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"--prompts-file {args.prompts_file}, line {number}: not JSON: {error}") from None
+            prompt = entry.get("prompt_token_ids", entry.get("prompt"))
+            if not isinstance(prompt, str | list):
+                raise ValueError(
+                    f'--prompts-file {args.prompts_file}, line {number}: needs "prompt" text or "prompt_token_ids" list'
+                )
+            prompts.append(prompt)
+        if not prompts:
+            raise ValueError(f"--prompts-file {args.prompts_file}: no prompts in it")
+    return prompts or [DEFAULT_PROMPT]
+
+
+class Display:
+    """What a person sees: with one request its text as it is written, with several a progress bar of tokens."""
+
+    def __init__(self, engine: Engine, prompts: list[str | list[int]], args: argparse.Namespace):
+        self.engine, self.tokens, self.shown = engine, [], 0
+        self.stream = len(prompts) == 1 and args.output_json != "-"
+        self.bar = None if self.stream else tqdm(total=len(prompts) * args.max_tokens, unit="token", leave=False)
+        if self.stream:
+            print(prompts[0] if isinstance(prompts[0], str) else engine.decode(prompts[0]), end="", flush=True)
+
+    def update(self, record: dict) -> None:
+        for request in record["requests"]:
+            if self.stream:
+                self.tokens += request["emitted"]
+                text = self.engine.decode(self.tokens)
+                if not text.endswith("\ufffd"):  # wait for the rest of a character that is split over tokens
+                    print(text[self.shown :], end="", flush=True)
+                    self.shown = len(text)
+            else:
+                self.bar.update(len(request["emitted"]))
+
+    def finish(self, completions: list[Completion], quiet: bool) -> None:
+        if self.stream:
+            print(completions[0].text[self.shown :])
+            return
+        self.bar.close()
+        for c in () if quiet else completions:
+            print(f"--- request {c.index}, {len(c.token_ids)} tokens, {c.finish_reason}")
+            print((c.prompt or "") + c.text)
+
+
+def summary(stats: dict) -> str:
+    """The statistics as a person reads them."""
+    seconds = sum(stats["time_s"].values())
+    shares = ", ".join(f"{name} {s / seconds:.0%}" for name, s in stats["time_s"].items())
+    positions = " ".join("-" if a is None else f"{a:.2f}" for a in stats["acceptance_by_position"]) or "no drafts"
+    return (
+        f"{stats['output_tokens']} tokens in {stats['wall_s']:.2f} s, {stats['tokens_per_s']:.1f} tokens/s, "
+        f"{stats['steps']} steps\n"
+        f"mean accepted length     {stats['mean_accepted_length']:.2f} tokens per request and step, bonus token included\n"
+        f"mean budget per request  {stats['mean_budget_per_request']:.2f} drafts verified\n"
+        f"acceptance by position   {positions}\n"
+        f"step time                {shares}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        params = SamplingParams(args.temperature, args.max_tokens, args.seed, args.ignore_eos)
+        prompts = read_prompts(args)
+        engine = Engine(
+            args.model,
+            args.num_speculative_tokens,
+            args.adaptive_verification,
+            min(args.max_num_seqs, len(prompts)) if args.max_num_seqs > 0 else args.max_num_seqs,
+            args.max_num_batched_tokens,
+            args.max_model_len,
+            args.device,
+            args.dtype,
+            args.profile_context_len,
+        )
+        for i, prompt in enumerate(prompts):
+            engine.make_request(i, prompt, params)  # all are checked before the first step
+        trace = open(args.trace, "w") if args.trace else None
+        output = sys.stdout if args.output_json == "-" else open(args.output_json, "w") if args.output_json else None
+    except (ValueError, OSError) as error:
+        return fail(error)
+    display = Display(engine, prompts, args)
+
+    def on_step(record: dict) -> None:
+        display.update(record)
+        if trace:
+            print(json.dumps(record), file=trace, flush=True)
+
+    completions = engine.generate(prompts, params, on_step)
+    display.finish(completions, quiet=output is sys.stdout)
+    stats = engine.stats.report()
+    print(summary(stats), file=sys.stderr)
+    if output:
+        for completion in completions:
+            print(json.dumps(asdict(completion)), file=output)
+        print(json.dumps({"stats": stats}), file=output, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
