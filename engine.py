@@ -13,8 +13,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -64,7 +66,9 @@ class Completion:
 class Request:
     """Host-side bookkeeping of one sequence."""
 
-    def __init__(self, index: int, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, max_len: int):
+    def __init__(
+        self, index: int, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, max_len: int
+    ):
         self.index, self.prompt, self.prompt_token_ids, self.params = index, prompt, prompt_token_ids, params
         self.output: list[int] = []
         self.max_tokens = min(params.max_tokens, max_len - len(prompt_token_ids))
@@ -142,7 +146,9 @@ class Engine:
         self.target, self.drafter = load_checkpoint(model, DTYPES[dtype], device, num_speculative_tokens != 0)
         config = self.config = self.target.config
         if self.drafter is None and num_speculative_tokens:
-            raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}, but {model} has no drafter: allowed: 0")
+            raise ValueError(
+                f"num_speculative_tokens is {num_speculative_tokens}, but {model} has no drafter: allowed: 0"
+            )
         gamma = 0 if self.drafter is None else num_speculative_tokens or config.dspark_block_size
         max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
         if not gamma + 2 <= max_model_len <= config.max_position_embeddings:
@@ -287,8 +293,14 @@ class Engine:
             tokens = self.append(r, tokens)
             survival = np.cumprod(r.confidence)
             records.append(
-                dict(index=r.index, position=position, anchor=anchor, drafts=r.drafts, confidence=r.confidence)
-                | dict(survival=survival.tolist(), admitted=admitted, accepted=accepted, emitted=tokens)
+                {
+                    "index": r.index,
+                    "position": position,
+                    "anchor": anchor,
+                    "drafts": r.drafts,
+                    "confidence": r.confidence,
+                }
+                | {"survival": survival.tolist(), "admitted": admitted, "accepted": accepted, "emitted": tokens}
             )
             if len(survival):
                 r.old_survival = survival
@@ -304,14 +316,14 @@ class Engine:
         stats.request_steps += len(decoding)
         stats.budget += budget
         self.step_index += 1
-        return dict(
-            step=self.step_index - 1,
-            num_tokens=num_tokens,
-            budget=budget,
-            predicted_ms=round(predicted_ms, 3),
-            measured_ms=round(measured_ms, 3),
-            requests=records,
-        )
+        return {
+            "step": self.step_index - 1,
+            "num_tokens": num_tokens,
+            "budget": budget,
+            "predicted_ms": round(predicted_ms, 3),
+            "measured_ms": round(measured_ms, 3),
+            "requests": records,
+        }
 
     def append(self, r: Request, tokens: list[int]) -> list[int]:
         """Add tokens to the request's output up to a stop token or max_tokens; returns those that were added."""
@@ -341,7 +353,9 @@ class Engine:
         for max_model_len or has a token id outside the vocabulary.
         """
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        requests = [self.make_request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, all_params, strict=True))]
+        requests = [
+            self.make_request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, all_params, strict=True))
+        ]
         self.stats = Stats(reached=np.zeros(self.gamma), accepted=np.zeros(self.gamma))
         self.waiting.extend(requests)
         start = time.perf_counter()
@@ -363,7 +377,9 @@ class Engine:
             if not (isinstance(token, int) and 0 <= token < self.config.vocab_size):
                 raise ValueError(f"prompt {index} has token id {token}, allowed: 0 to {self.config.vocab_size - 1}")
         if len(ids) >= self.max_model_len:
-            raise ValueError(f"prompt {index} has {len(ids)} tokens, allowed: fewer than max_model_len {self.max_model_len}")
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, allowed: fewer than max_model_len {self.max_model_len}"
+            )
         return Request(index, text, ids, params, self.max_model_len)
 
     def encode(self, text: str) -> list[int]:
@@ -391,7 +407,7 @@ class Engine:
             self.drafts.sum().item()
 
         max_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * (self.gamma + 1))
-        mode = dict(device=self.device, dtype=dtype, model=model, mode="eager", context_len=context_len)
+        mode = {"device": self.device, "dtype": dtype, "model": model, "mode": "eager", "context_len": context_len}
         return measure(run_verify, run_draft if self.drafter else None, max_tokens, self.max_num_seqs, mode)
 
     def lap(self, name: str | None) -> None:
@@ -431,20 +447,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="directory of a checkpoint (default: the embedded one)")
     parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
-    parser.add_argument("--prompts-file", metavar="FILE", help='one per line: text, or JSON with "prompt" or "prompt_token_ids"')
+    parser.add_argument(
+        "--prompts-file", metavar="FILE", help='one per line: text, or JSON with "prompt" or "prompt_token_ids"'
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default: block size; 0: no drafter at all")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="default: block size; 0: no drafter at all"
+    )
     parser.add_argument("--adaptive-verification", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="R")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="T")
-    parser.add_argument("--max-model-len", type=int, metavar="L", help="default: the checkpoint's max_position_embeddings")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="L", help="default: the checkpoint's max_position_embeddings"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--profile-context-len", type=int, default=8192, metavar="N")
-    parser.add_argument("--output-json", metavar="FILE", help="one object per request, then the statistics; - for standard output")
+    parser.add_argument(
+        "--output-json", metavar="FILE", help="one object per request, then the statistics; - for standard output"
+    )
     parser.add_argument("--trace", metavar="FILE", help="one JSON object per step")
     return parser.parse_args(argv)
 
@@ -464,12 +488,12 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
                 entry = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"--prompts-file {args.prompts_file}, line {number}: not JSON: {error}") from None
-            prompt = entry.get("prompt_token_ids", entry.get("prompt"))
-            if not isinstance(prompt, str | list):
-                raise ValueError(
-                    f'--prompts-file {args.prompts_file}, line {number}: needs "prompt" text or "prompt_token_ids" list'
-                )
-            prompts.append(prompt)
+            match entry:
+                case {"prompt_token_ids": list(prompt)} | {"prompt": str(prompt)}:
+                    prompts.append(prompt)
+                case _:
+                    where = f"--prompts-file {args.prompts_file}, line {number}"
+                    raise ValueError(f'{where}: needs "prompt", a text, or "prompt_token_ids", a list')
         if not prompts:
             raise ValueError(f"--prompts-file {args.prompts_file}: no prompts in it")
     return prompts or [DEFAULT_PROMPT]
@@ -506,6 +530,11 @@ class Display:
             print((c.prompt or "") + c.text)
 
 
+def open_output(path: str | None) -> AbstractContextManager[TextIO | None]:
+    """FILE, "-" for standard output, None for no output."""
+    return nullcontext(sys.stdout if path else None) if path in (None, "-") else open(path, "w")
+
+
 def summary(stats: dict) -> str:
     """The statistics as a person reads them."""
     seconds = sum(stats["time_s"].values())
@@ -539,8 +568,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         for i, prompt in enumerate(prompts):
             engine.make_request(i, prompt, params)  # all are checked before the first step
-        trace = open(args.trace, "w") if args.trace else None
-        output = sys.stdout if args.output_json == "-" else open(args.output_json, "w") if args.output_json else None
+        files = ExitStack()
+        trace, output = (files.enter_context(open_output(path)) for path in (args.trace, args.output_json))
     except (ValueError, OSError) as error:
         return fail(error)
     display = Display(engine, prompts, args)
@@ -550,14 +579,15 @@ def main(argv: list[str] | None = None) -> int:
         if trace:
             print(json.dumps(record), file=trace, flush=True)
 
-    completions = engine.generate(prompts, params, on_step)
-    display.finish(completions, quiet=output is sys.stdout)
-    stats = engine.stats.report()
-    print(summary(stats), file=sys.stderr)
-    if output:
-        for completion in completions:
-            print(json.dumps(asdict(completion)), file=output)
-        print(json.dumps({"stats": stats}), file=output, flush=True)
+    with files:
+        completions = engine.generate(prompts, params, on_step)
+        display.finish(completions, quiet=output is sys.stdout)
+        stats = engine.stats.report()
+        print(summary(stats), file=sys.stderr)
+        if output:
+            for completion in completions:
+                print(json.dumps(asdict(completion)), file=output)
+            print(json.dumps({"stats": stats}), file=output, flush=True)
     return 0
 
 

@@ -120,7 +120,9 @@ def rope_frequencies(config: Config, compressed: bool) -> Tensor:
     yarn = config.rope_scaling
 
     def channel(rotations):  # the (fractional) pair that turns this many times within the original context
-        return dim * math.log(yarn["original_max_position_embeddings"] / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            dim * math.log(yarn["original_max_position_embeddings"] / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        )
 
     low = max(math.floor(channel(yarn["beta_fast"])), 0)
     high = min(math.ceil(channel(yarn["beta_slow"])), dim - 1)

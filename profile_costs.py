@@ -1,6 +1,6 @@
 """Step costs, measured at start-up in the mode that will run: what a draft costs, and what verifying T tokens costs.
 
-    python profile_costs.py [--model DIR] [--output-json FILE]
+python profile_costs.py [--model DIR] [--output-json FILE]
 """
 
 import statistics

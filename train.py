@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -25,60 +26,74 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from model import Config, Transformer
-from weights import cast, save_checkpoint
+from drafter import Drafter, expected_calibration_error, fit_calibration
+from model import Config, MoE, Transformer
+from weights import cast, load_checkpoint, save_checkpoint
 
 CHECKPOINT = Path(__file__).parent / "checkpoints" / "tiny"
-SPECIAL_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
+SPECIAL_TOKENS = [
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+]
 NOISE_TOKEN = "<｜noise｜>"
 SEQUENCE, GROUP = 512, 64  # tokens per training sequence; neighbours that share a key fetch
 
-CONFIG = dict(
-    model_type="deepseek_v4",
-    architectures=["DeepseekV4ForCausalLM"],
-    torch_dtype="bfloat16",
-    vocab_size=1024,
-    hidden_size=192,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=64,
-    qk_rope_head_dim=32,
-    q_lora_rank=96,
-    o_lora_rank=64,
-    o_groups=2,
-    moe_intermediate_size=160,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    num_hash_layers=1,
-    scoring_func="sqrtsoftplus",
-    norm_topk_prob=True,
-    routed_scaling_factor=1.5,
-    swiglu_limit=10.0,
-    sliding_window=64,
-    compress_ratios=[0, 4, 128, 4, 0, 4, 128, 0, 0],
-    rope_theta=10000.0,
-    compress_rope_theta=160000.0,
-    rope_scaling=dict(type="yarn", factor=2, original_max_position_embeddings=512, beta_fast=32, beta_slow=1),
-    max_position_embeddings=1024,
-    index_n_heads=4,
-    index_head_dim=32,
-    index_topk=64,
-    hc_mult=4,
-    hc_sinkhorn_iters=3,
-    hc_eps=1e-6,
-    rms_norm_eps=1e-6,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    bos_token_id=0,
-    eos_token_id=1,
-    num_nextn_predict_layers=1,
-    dspark_block_size=5,
-    dspark_noise_token_id=len(SPECIAL_TOKENS),
-    dspark_target_layer_ids=[5, 6, 7],
-    dspark_markov_rank=64,
-)
+CONFIG = {
+    "model_type": "deepseek_v4",
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "vocab_size": 1024,
+    "hidden_size": 192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "q_lora_rank": 96,
+    "o_lora_rank": 64,
+    "o_groups": 2,
+    "moe_intermediate_size": 160,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "sliding_window": 64,
+    "compress_ratios": [0, 4, 128, 4, 0, 4, 128, 0, 0],
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 2,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 1024,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 64,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 3,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_nextn_predict_layers": 1,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": len(SPECIAL_TOKENS),
+    "dspark_target_layer_ids": [5, 6, 7],
+    "dspark_markov_rank": 64,
+}
 
 
 def documents() -> Iterator[tuple[bool, str, str]]:
@@ -120,14 +135,16 @@ def load_corpus(out: Path) -> tuple[np.ndarray, np.ndarray]:
     if not (out / "corpus.npz").exists():
         docs = list(documents())
         tokenizer = train_tokenizer([text for held, _, text in docs if not held])
-        tokenizer.save(str(out / "tokenizer.json"))
+        tokenizer.save(str(out / "target" / "tokenizer.json"))
         streams = []
         for split in (False, True):
             encoded = tokenizer.encode_batch([text for held, _, text in docs if held is split])
             bos, eos = CONFIG["bos_token_id"], CONFIG["eos_token_id"]
             streams.append(np.array([t for e in encoded for t in (bos, *e.ids, eos)], dtype=np.uint16))
         np.savez(out / "corpus.npz", train=streams[0], held_out=streams[1])
-        print(f"{len(docs)} documents, {len(streams[0]):,} tokens to train on, {len(streams[1]):,} held out", flush=True)
+        print(
+            f"{len(docs)} documents, {len(streams[0]):,} tokens to train on, {len(streams[1]):,} held out", flush=True
+        )
     corpus = np.load(out / "corpus.npz")
     return corpus["train"], corpus["held_out"]
 
@@ -195,6 +212,18 @@ def lr_factor(progress: float) -> float:
     return min(1.0, progress / 0.02 + 0.05, 2 * (1 - progress) + 0.01)
 
 
+def balance(ffn: MoE, progress: float) -> None:
+    """Load balancing without an auxiliary loss (DeepSeek-V3, section 2.1.2): busy experts are picked a little less."""
+    ffn.gate.bias += 2e-3 * (1 - progress) * (ffn.load.float().mean() - ffn.load).sign()
+
+
+def save_state(path: Path, model: nn.Module, masters: Masters, elapsed: float, step: int) -> None:
+    """Write everything a resumed run needs; renamed into place, so an interruption leaves the state before."""
+    state = {"model": model.state_dict(), "masters": masters.state_dict(), "elapsed": elapsed, "step": step}
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
+
+
 def sample_sequences(stream: np.ndarray, batch: int, rng: np.random.Generator) -> Tensor:
     """Random crops [batch, SEQUENCE + 1], each opened by bos as every prompt is."""
     starts = rng.integers(0, len(stream) - SEQUENCE - 1, batch)
@@ -227,9 +256,9 @@ def bits_per_byte(target: Transformer, stream: np.ndarray, tokenizer: Tokenizer,
 def train_target(out: Path, minutes: float, batch: int) -> None:
     """Next-token training. The schedule follows the clock, so a slower machine trains on less text."""
     train, held_out = load_corpus(out)
-    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-    target = Transformer(Config.load(out))
+    tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
+    (out / "target" / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    target = Transformer(Config.load(out / "target"))
     initialise(target)
     cast(target, torch.bfloat16)
     masters, elapsed, step = Masters(target, muon_lr=0.02, adam_lr=4e-3), 0.0, 0
@@ -238,7 +267,10 @@ def train_target(out: Path, minutes: float, batch: int) -> None:
         target.load_state_dict(state["model"])
         masters.load_state_dict(state["masters"])
         elapsed, step = state["elapsed"], state["step"]
-    print(f"target: {sum(p.numel() for p in target.parameters()):,} parameters, from minute {elapsed / 60:.0f}", flush=True)
+    print(
+        f"target: {sum(p.numel() for p in target.parameters()):,} parameters, from minute {elapsed / 60:.0f}",
+        flush=True,
+    )
     learned = [layer.ffn for layer in target.layers if not layer.ffn.gate.hash_routed]
     indexed = [layer.attn for layer in target.layers if layer.attn.ratio == 4]
     seq_slot, position = flat_batch(batch)
@@ -246,7 +278,7 @@ def train_target(out: Path, minutes: float, batch: int) -> None:
     for layer in target.layers:
         layer.compile()
 
-    last, saved, average = None, elapsed, None
+    last, saved, marked, average = None, elapsed, elapsed - 1e-3, None
     while elapsed < minutes * 60:
         tokens = sample_sequences(train, batch, np.random.default_rng(step))
         target.allocate_cache(batch, SEQUENCE, SEQUENCE)
@@ -255,38 +287,224 @@ def train_target(out: Path, minutes: float, batch: int) -> None:
         (loss + sum(attn.indexer_loss for attn in indexed)).backward()
         progress = elapsed / (minutes * 60)
         masters.step(lr_factor(progress))
-        for ffn in learned:  # load balancing without an auxiliary loss: busy experts are picked a little less
-            ffn.gate.bias += 2e-3 * (1 - progress) * (ffn.load.float().mean() - ffn.load).sign()
+        for ffn in learned:
+            balance(ffn, progress)
         average = loss.item() if average is None else 0.95 * average + 0.05 * loss.item()
         step += 1
         now = time.time()
         elapsed, last = elapsed + (now - last if last else 0), now  # the first step, which compiles, does not count
         if step % 20 == 0:
             load = torch.stack([ffn.load / ffn.load.sum() for ffn in learned]).max().item()
-            rate = batch * SEQUENCE * step / max(elapsed, 1)
-            print(f"{elapsed / 60:6.1f} min  step {step:5d}  loss {average:.3f}  {rate:.0f} tokens/s  max load {load:.2f}", flush=True)
+            rate = batch * SEQUENCE * 20 / (elapsed - marked)
+            marked = elapsed
+            print(
+                f"{elapsed / 60:6.1f} min  step {step:5d}  loss {average:.3f}  {rate:.0f} tokens/s  max load {load:.2f}",
+                flush=True,
+            )
         if elapsed - saved > 300 or elapsed >= minutes * 60:
             saved = elapsed
-            state = dict(model=target.state_dict(), masters=masters.state_dict(), elapsed=elapsed, step=step)
-            torch.save(state, out / "target_state.tmp")
-            (out / "target_state.tmp").rename(out / "target_state.pt")
-            save_checkpoint(out / "target.safetensors", target)
+            save_state(out / "target_state.pt", target, masters, elapsed, step)
+            save_checkpoint(out / "target" / "model.safetensors", target)
             target.eval()
             with torch.compiler.set_stance("force_eager"):
                 print(f"held out: {bits_per_byte(target, held_out, tokenizer, 48):.4f} bits per byte", flush=True)
             target.train()
 
 
+def block_losses(
+    drafter: Drafter, taps: Tensor, logits: Tensor, tokens: Tensor, slot: Tensor, anchor: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Teacher-forced blocks at anchor positions `anchor` [R] of sequences `slot` [R].
+
+    taps [B * S, .] and logits [B, S, V] of the target, tokens [B, S + 1]. Returns, each [R, gamma]: cross-entropy to the
+    text, L1 distance to the target's distribution, confidence logits, and acceptance probability 1 - L1 / 2.
+    """
+    gamma = drafter.config.dspark_block_size
+    drafter.store(taps, *flat_batch(len(tokens)))
+    previous = tokens[slot[:, None], anchor[:, None] + torch.arange(gamma)]
+    hidden, base = drafter.run_block(previous[:, 0], slot, anchor, gamma)
+    markov = drafter.markov_head.markov_w1(previous)
+    log_q = (base + drafter.markov_head.markov_w2(markov)).float().log_softmax(-1)
+    where = slot[:, None], anchor[:, None] + torch.arange(gamma)
+    cross_entropy = -log_q.gather(2, tokens[where[0], where[1] + 1][..., None])[..., 0]
+    distance = (log_q.exp() - logits[where].softmax(-1)).abs().sum(-1)
+    confidence = drafter.confidence_head(hidden.detach(), markov.detach())  # so that it cannot disturb the drafts
+    return cross_entropy, distance, confidence, 1 - distance.detach() / 2
+
+
+def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
+    """DSpark training (arXiv 2607.05147): the target frozen, `anchors` blocks inside every sequence."""
+    train, _ = load_corpus(out)
+    target, _ = load_checkpoint(out / "target", torch.bfloat16)
+    config = target.config
+    drafter = Drafter(config, CONFIG["num_nextn_predict_layers"], target)
+    for part in (drafter.main_proj, drafter.stages, drafter.hc_head, drafter.markov_head, drafter.confidence_head):
+        initialise(part)
+    nn.init.normal_(drafter.markov_head.markov_w1.weight, std=0.5)
+    nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    nn.init.zeros_(drafter.confidence_head.proj.weight)
+    cast(drafter, torch.bfloat16)
+    masters, elapsed, step = Masters(drafter, muon_lr=0.02, adam_lr=4e-3), 0.0, 0
+    if (out / "drafter_state.pt").exists():
+        state = torch.load(out / "drafter_state.pt")
+        drafter.load_state_dict(state["model"])
+        masters.load_state_dict(state["masters"])
+        elapsed, step = state["elapsed"], state["step"]
+    print(
+        f"drafter: {sum(m.numel() for _, _, m in masters.pairs):,} parameters, from minute {elapsed / 60:.0f}",
+        flush=True,
+    )
+    gamma, (seq_slot, position) = config.dspark_block_size, flat_batch(batch)
+    weight = torch.exp(-torch.arange(gamma) / gamma)
+    weight = weight / weight.sum()
+    drafter.stages.train()
+    for block in (*target.layers, *drafter.stages):
+        block.compile()
+
+    last, saved, average = None, elapsed, None
+    while elapsed < minutes * 60:
+        rng = np.random.default_rng(10**6 + step)
+        tokens = sample_sequences(train, batch, rng)
+        target.allocate_cache(batch, SEQUENCE, SEQUENCE)
+        drafter.allocate_cache(batch, SEQUENCE, SEQUENCE)
+        with torch.no_grad():
+            logits, taps = target(
+                tokens[:, :-1].flatten(), seq_slot, position, torch.arange(len(position)), group=GROUP
+            )
+        slot = torch.arange(batch).repeat_interleave(anchors)
+        anchor = torch.from_numpy(rng.integers(0, SEQUENCE - gamma, batch * anchors))
+        logits = logits.view(batch, SEQUENCE, -1)
+        cross_entropy, distance, confidence, accepted = block_losses(drafter, taps, logits, tokens, slot, anchor)
+        calibration = F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+        ((0.1 * cross_entropy + 0.9 * distance + calibration).mean(0) @ weight).backward()
+        progress = elapsed / (minutes * 60)
+        masters.step(lr_factor(progress))
+        for stage in drafter.stages:
+            balance(stage.ffn, progress)
+        accepted = accepted.mean(0)
+        average = accepted if average is None else 0.95 * average + 0.05 * accepted
+        step += 1
+        now = time.time()
+        elapsed, last = elapsed + (now - last if last else 0), now  # the first step, which compiles, does not count
+        if step % 20 == 0:
+            rates = " ".join(f"{a:.3f}" for a in average.tolist())
+            print(f"{elapsed / 60:6.1f} min  step {step:5d}  acceptance by position {rates}", flush=True)
+        if elapsed - saved > 300 or elapsed >= minutes * 60:
+            saved = elapsed
+            save_state(out / "drafter_state.pt", drafter, masters, elapsed, step)
+            for name in ("config.json", "tokenizer.json"):
+                shutil.copy(out / "target" / name, CHECKPOINT / name)
+            save_checkpoint(CHECKPOINT / "model.safetensors", target, drafter)
+
+
+# ---- calibration and evaluation: on text that the engine itself generates from held-out prompts ----------------------
+
+
+def held_out_prompts(count: int, seed: int = 0, length: int = 48) -> list[list[int]]:
+    """Token ids of the openings (at a line's start) of `count` held-out documents, code and help alike."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    rng, prompts = np.random.default_rng(seed), []
+    texts = [text for held, _, text in documents() if held and len(text) > 1000]
+    while len(prompts) < count:
+        text = texts[rng.integers(len(texts))]
+        start = text.find("\n", rng.integers(0, len(text) - 600)) + 1
+        ids = tokenizer.encode(text[start : start + 600], add_special_tokens=False).ids
+        prompts.append([CONFIG["bos_token_id"], *ids[: length - 1]])
+    return prompts
+
+
+def generated_blocks(
+    engine, prompts: list[list[int]], temperature: float, max_tokens: int = 128
+) -> tuple[Tensor, Tensor]:
+    """Confidence [N, gamma] and accepted drafts [N] of every fully verified block while generating from the prompts."""
+    from engine import SamplingParams
+
+    confidence, accepted = [], []
+
+    def on_step(record: dict) -> None:
+        for r in record["requests"]:
+            if r["admitted"] == engine.gamma:
+                confidence.append(r["confidence"])
+                accepted.append(r["accepted"])
+
+    engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True), on_step)
+    return torch.tensor(confidence), torch.tensor(accepted)
+
+
+def full_verification_engine():
+    from engine import Engine
+
+    return Engine(str(CHECKPOINT), adaptive_verification=False, max_num_seqs=32, dtype="float32")
+
+
+def calibrate() -> None:
+    """Fit confidence temperatures for sampling at temperature 1 and 0, and store them beside the checkpoint."""
+    (CHECKPOINT / "calibration.json").unlink(missing_ok=True)
+    engine, fitted = full_verification_engine(), {}
+    for temperature in (1.0, 0.0):
+        confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=1), temperature)
+        survived = accepted[:, None] > torch.arange(engine.gamma)
+        fitted[str(temperature)] = fit_calibration(confidence.double().logit().float(), survived)
+        print(f"temperature {temperature}: {len(accepted)} blocks, confidence temperatures {fitted[str(temperature)]}")
+    (CHECKPOINT / "calibration.json").write_text(json.dumps({"confidence_temperature": fitted}, indent=2) + "\n")
+
+
+def area_under_curve(score: Tensor, label: Tensor) -> float:
+    """Probability that a random positive scores above a random negative, ties half. score [N], label [N] bool."""
+    positive, negative = score[label], score[~label].sort().values
+    below = torch.searchsorted(negative, positive) + torch.searchsorted(negative, positive, right=True)
+    return (below.float().mean() / 2 / len(negative)).item()
+
+
+def evaluate(out: Path) -> None:
+    """Print what the README states: bits per byte, accepted length, confidence AUC and calibration error."""
+    _, held_out_stream = load_corpus(out)
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    engine = full_verification_engine()
+    with torch.inference_mode():
+        bits = bits_per_byte(engine.target, held_out_stream, tokenizer, 256)
+    print(f"held-out text: {bits:.3f} bits per byte")
+    engine = full_verification_engine()
+    for temperature in (1.0, 0.0):
+        confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=2), temperature)
+        print(f"temperature {temperature}, {len(accepted)} blocks generated from held-out prompts, all drafts verified")
+        print(f"  mean accepted length  {engine.stats.report()['mean_accepted_length']:.2f}")
+        survival, slots = confidence.cumprod(1), range(engine.gamma)
+        reached = [accepted >= k for k in slots]
+        rows = {
+            "acceptance by position": [(accepted[reached[k]] > k).float().mean().item() for k in slots],
+            "confidence AUC": [area_under_curve(confidence[reached[k], k], accepted[reached[k]] > k) for k in slots],
+            "ECE of survival": [expected_calibration_error(survival[:, k], accepted > k) for k in slots],
+        }
+        for name, values in rows.items():
+            print(f"  {name:22}" + " ".join(f"{v:.3f}" for v in values))
+        every = torch.cat([accepted > k for k in slots])
+        print(
+            f"  ECE of survival, all positions together {expected_calibration_error(survival.T.flatten(), every):.3f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", action="store_true")
-    parser.add_argument("--minutes", type=float, default=60)
+    for stage in ("target", "drafter", "calibrate", "evaluate"):
+        parser.add_argument(f"--{stage}", action="store_true")
+    parser.add_argument("--target-minutes", type=float, default=60)
+    parser.add_argument("--drafter-minutes", type=float, default=25)
     parser.add_argument("--out", type=Path, default=Path("build"), help="working directory (default: build)")
     args = parser.parse_args()
-    args.out.mkdir(exist_ok=True, parents=True)
+    if not (args.target or args.drafter or args.calibrate or args.evaluate):
+        parser.error("name at least one of --target, --drafter, --calibrate, --evaluate")
+    (args.out / "target").mkdir(exist_ok=True, parents=True)
+    CHECKPOINT.mkdir(exist_ok=True, parents=True)
     torch.manual_seed(0)
     if args.target:
-        train_target(args.out, args.minutes, batch=16)
+        train_target(args.out, args.target_minutes, batch=8)
+    if args.drafter:
+        train_drafter(args.out, args.drafter_minutes, batch=16, anchors=64)
+    if args.calibrate:
+        calibrate()
+    if args.evaluate:
+        evaluate(args.out)
 
 
 if __name__ == "__main__":

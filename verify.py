@@ -64,7 +64,14 @@ class Accepted(NamedTuple):
 
 
 def accept(
-    logits: Tensor, spans: Layout, drafts: Tensor, q: Tensor, admitted: Tensor, temperature: Tensor, key: Tensor, position: Tensor
+    logits: Tensor,
+    spans: Layout,
+    drafts: Tensor,
+    q: Tensor,
+    admitted: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    position: Tensor,
 ) -> Accepted:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) over all spans at once.
 
