@@ -1,0 +1,84 @@
+"""The command line as others script against it: outputs, streams, exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*args, check=True):
+    command = [sys.executable, str(ROOT / "engine.py"), "--profile-context-len", "32", *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+def test_quick_start_streams_text_and_says_how_it_went():
+    result = run("--max-tokens", 24)
+    assert result.stdout.startswith("def read_config(path):") and len(result.stdout) > 30
+    for words in ("tokens/s", "mean accepted length", "mean budget per request", "acceptance by position", "step time"):
+        assert words in result.stderr
+
+
+def test_output_json_trace_and_prompts_file(tmp_path):
+    prompts, trace = tmp_path / "prompts", tmp_path / "trace"
+    prompts.write_text('import os\n{"prompt": "class A:"}\n{"prompt_token_ids": [0, 70, 71]}\n')
+    options = ["--prompts-file", prompts, "--max-tokens", 12, "--temperature", 0, "--ignore-eos"]
+    result = run(*options, "--output-json", "-", "--trace", trace)
+    *requests, last = [json.loads(line) for line in result.stdout.splitlines()]  # nothing else on standard output
+    assert [r["index"] for r in requests] == [0, 1, 2]
+    assert [r["prompt"] for r in requests] == ["import os", "class A:", None]
+    assert requests[2]["prompt_token_ids"] == [0, 70, 71]
+    for r in requests:
+        assert set(r) == {"index", "prompt", "prompt_token_ids", "text", "token_ids", "finish_reason"}
+        assert len(r["token_ids"]) == 12 and r["finish_reason"] == "length"
+    stats = last["stats"]
+    assert stats["output_tokens"] == 36
+    names = (
+        "output_tokens wall_s tokens_per_s steps mean_accepted_length mean_budget_per_request acceptance_by_position"
+    )
+    assert set(names.split()) <= set(stats)
+    steps = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [s["step"] for s in steps] == list(range(len(steps))) and len(steps) == stats["steps"]
+    assert set(steps[0]) == {"step", "num_tokens", "budget", "predicted_ms", "measured_ms", "requests"}
+    fields = "index position anchor drafts confidence survival admitted accepted emitted"
+    assert set(steps[0]["requests"][0]) == set(fields.split())
+    emitted = [t for s in steps for r in s["requests"] if r["index"] == 1 for t in r["emitted"]]
+    assert emitted == requests[1]["token_ids"]
+    output = tmp_path / "output"
+    run(*options, "--output-json", output, "--no-adaptive-verification", "--num-speculative-tokens", 3)
+    assert [json.loads(line) for line in output.read_text().splitlines()][:3] == requests
+
+
+def test_several_prompts_are_printed_whole():
+    result = run("--prompt", "import os", "class A:", "--max-tokens", 8)
+    assert "--- request 0" in result.stdout and "\nclass A:" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "culprit"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--temperature", "-1"], "-1"),
+        (["--temperature", "nan"], "nan"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "many"], "many"),
+        (["--num-speculative-tokens", "-2"], "-2"),
+        (["--max-num-seqs", "0"], "max_num_seqs is 0"),
+        (["--max-model-len", "4000000"], "4000000"),
+        (["--dtype", "int8"], "int8"),
+        (["--prompts-file", "/nowhere"], "/nowhere"),
+        (["--output-json", "/nowhere/file"], "/nowhere/file"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(args, culprit):
+    result = run(*args, check=False)
+    assert result.returncode == 2
+    message = result.stderr.splitlines()[-1]
+    assert culprit in message and "Traceback" not in result.stderr
+    assert result.stdout == ""

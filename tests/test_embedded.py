@@ -1,0 +1,43 @@
+"""The embedded checkpoint: transformers reads it, and continues prompts as the engine does."""
+
+from pathlib import Path
+
+import torch
+from test_model import reference_logits
+from transformers import AutoModelForCausalLM
+
+from engine import DEFAULT_MODEL, Engine, SamplingParams
+from model import Config
+from train import held_out_prompts
+
+
+def test_size_and_mechanisms():
+    config = Config.load(DEFAULT_MODEL)
+    assert {0, 4, 128} <= set(config.compress_ratios[: config.num_hidden_layers])
+    assert 0 < config.num_hash_layers < config.num_hidden_layers
+    assert config.n_shared_experts and config.dspark_markov_rank and config.hc_mult > 1
+    assert config.index_topk < config.max_position_embeddings // 4  # the indexer has something to choose
+    assert sum(file.stat().st_size for file in Path(DEFAULT_MODEL).iterdir()) <= 15e6
+
+
+def test_transformers_reads_it_and_agrees_on_logits():
+    engine = Engine(max_num_seqs=1, num_speculative_tokens=0)
+    prompt = torch.tensor(held_out_prompts(1, seed=5, length=600))
+    position = torch.arange(prompt.shape[1])
+    engine.target.allocate_cache(1, 1024, 1024)
+    with torch.inference_mode():
+        actual, _ = engine.target(prompt[0], position * 0, position, position)
+    expected = reference_logits(DEFAULT_MODEL, prompt)[0]  # asserts: no missing and no unexpected key
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_greedy_continuation_is_that_of_transformers():
+    prompts = [held_out_prompts(1, seed=i, length=40)[0] for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    outputs = [c.token_ids for c in Engine(max_num_seqs=6).generate(prompts, params)]
+    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL, dtype=torch.float32).eval()
+    tokens = torch.tensor(prompts)
+    with torch.inference_mode():
+        for _ in range(48):
+            tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    assert outputs == tokens[:, 40:].tolist()

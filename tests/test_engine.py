@@ -1,0 +1,189 @@
+"""The engine's promises: greedy text does not depend on speculation, batch or policy; stops and slots are right."""
+
+import pytest
+import torch
+from checkpoints import random_checkpoint
+
+from engine import DEFAULT_MODEL, Engine, SamplingParams
+from train import held_out_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """36 held-out prompts of 1 to 100 tokens, so that windows are still filling for some and have wrapped for others."""
+    lengths = [1, 2, 3, 5, 8, 17, 33, 48, 64, 65, 80, 100]
+    return [held_out_prompts(1, seed=i, length=lengths[i % len(lengths)])[0] for i in range(36)]
+
+
+def make_engine(**options):
+    return Engine(DEFAULT_MODEL, **{"max_num_seqs": 8, "profile_context_len": 64} | options)
+
+
+@pytest.fixture(scope="module")
+def plain(prompts):
+    """Greedy outputs without speculation, one request at a time."""
+    engine = make_engine(num_speculative_tokens=0, max_num_seqs=1)
+    return [c.token_ids for c in engine.generate(prompts, GREEDY)]
+
+
+POLICIES = {"adaptive": {}} | {
+    f"fixed-{k}": {"adaptive_verification": False, "num_speculative_tokens": k} for k in range(1, 8)
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_output_does_not_depend_on_speculation(policy, prompts, plain):
+    engine = make_engine(**POLICIES[policy])
+    assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
+    assert engine.stats.report()["mean_accepted_length"] > 1.2  # drafts were really verified and accepted
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fixed-5"])
+def test_greedy_output_one_request_at_a_time(policy, prompts, plain):
+    engine = make_engine(max_num_seqs=1, **POLICIES[policy])
+    assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
+
+
+def test_greedy_output_without_speculation_eight_at_a_time(prompts, plain):
+    engine = make_engine(num_speculative_tokens=0)
+    assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
+
+
+def test_long_prompts_in_chunks_beside_decoding(prompts, plain):
+    """Few tokens per step: prompts arrive in pieces while others decode."""
+    long = held_out_prompts(1, seed=99, length=400)[0]
+    engine = make_engine(max_num_batched_tokens=24)
+    outputs = [c.token_ids for c in engine.generate([*prompts[:6], long, *prompts[6:12]], GREEDY)]
+    alone = make_engine(num_speculative_tokens=0).generate([long], GREEDY)[0].token_ids
+    assert outputs == [*plain[:6], alone, *plain[6:12]]
+
+
+def test_max_tokens_inside_an_accepted_span(prompts, plain):
+    engine = make_engine()
+    for max_tokens in range(1, 12):
+        completions = engine.generate(
+            prompts[:8], SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        )
+        assert [c.token_ids for c in completions] == [tokens[:max_tokens] for tokens in plain[:8]]
+        assert {c.finish_reason for c in completions} == {"length"}
+
+
+def test_a_stop_token_inside_an_accepted_span_ends_the_output(prompts, plain):
+    engine = make_engine(adaptive_verification=False)
+    inside = 0
+    for i in range(12):
+        stop = plain[i][20]
+        expected = plain[i][: plain[i].index(stop)]
+        records = []
+        params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True, stop_token_ids=(stop,))
+        completion = engine.generate([prompts[i]], params, records.append)[0]
+        assert (completion.token_ids, completion.finish_reason) == (expected, "stop")
+        last = records[-1]["requests"][0]
+        inside += len(last["emitted"]) < last["accepted"]  # an accepted draft came after the stop token
+    assert inside > 0
+    assert len(engine.free_slots) == engine.max_num_seqs
+
+
+def test_eos_stops_unless_ignored(prompts, plain):
+    engine = make_engine()
+    engine.config.eos_token_id = plain[0][30]
+    expected = plain[0][: plain[0].index(plain[0][30])]
+    stopped = engine.generate([prompts[0]], SamplingParams(temperature=0.0, max_tokens=128))[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (expected, "stop")
+    assert engine.generate([prompts[0]], GREEDY)[0].token_ids == plain[0]
+
+
+def test_a_reused_slot_starts_afresh(prompts, plain):
+    """Two slots for 36 requests, sampled ones in between, then the same engine again."""
+    engine = make_engine(max_num_seqs=2)
+    engine.generate(prompts[:10], SamplingParams(temperature=1.3, max_tokens=70))
+    assert [c.token_ids for c in engine.generate(prompts[:12], GREEDY)] == plain[:12]
+    assert sorted(engine.free_slots) == [0, 1] and not engine.running and not engine.waiting
+
+
+def test_max_model_len_ends_the_output(prompts, plain):
+    engine = make_engine(max_model_len=100)
+    prompt = prompts[7]
+    completion = engine.generate([prompt], GREEDY)[0]
+    assert completion.token_ids == plain[7][: 100 - len(prompt)] and completion.finish_reason == "length"
+
+
+def test_seeded_sampling_repeats_and_depends_on_the_seed(prompts):
+    engine = make_engine(adaptive_verification=False)
+
+    def outputs(seed, count):
+        params = SamplingParams(temperature=1.0, max_tokens=24, seed=seed, ignore_eos=True)
+        return [c.token_ids for c in engine.generate(prompts[:count], params)]
+
+    first = outputs(0, 8)
+    assert outputs(0, 8) == first
+    assert outputs(0, 1) == first[:1]  # alone or in company
+    assert outputs(1, 8) != first
+
+
+def test_sampled_tokens_follow_the_target(tmp_path):
+    """First three tokens of a small random model against its exact joint distribution (chi-square, p < 1e-6).
+
+    Drafts of a random drafter are accepted in part, so all of acceptance, residual and bonus are exercised.
+    """
+    model = random_checkpoint(tmp_path, vocab_size=6, hc_sinkhorn_iters=2, num_hidden_layers=2, num_hash_layers=1,
+                              compress_ratios=[0, 4, 0], dspark_target_layer_ids=[0, 1], num_stages=1)  # fmt: skip
+    engine = Engine(
+        str(model), max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=32, num_speculative_tokens=2
+    )
+    prompt, V = [3, 4, 5, 3, 4], 6
+    exact = torch.zeros(V, V, V, dtype=torch.float64)
+    with torch.inference_mode():
+        for a in range(V):
+            for b in range(V):
+                position = torch.arange(7)
+                logits, _ = engine.target(
+                    torch.tensor([*prompt, a, b]), position * 0, position, torch.tensor([4, 5, 6])
+                )
+                p = logits.double().softmax(-1)
+                exact[a, b] = p[0, a] * p[1, b] * p[2]
+    assert exact.sum().item() == pytest.approx(1)
+    params = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
+    completions = engine.generate([prompt] * 12_000, params)
+    assert engine.stats.report()["mean_accepted_length"] > 1.2
+    counts = torch.zeros(V, V, V, dtype=torch.float64)
+    for c in completions:
+        counts[tuple(c.token_ids)] += 1
+    expected = exact * len(completions)
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
+    assert freedom > 20
+    assert statistic < freedom + 5.5 * (2 * freedom) ** 0.5 + 20  # beyond the 1e-6 quantile for any freedom here
+
+
+def test_trace_records_are_consistent(prompts):
+    engine, outputs = make_engine(), {}
+    records = []
+    completions = engine.generate(prompts[:8], SamplingParams(temperature=1.0, max_tokens=40), records.append)
+    for record in records:
+        assert sum(r["admitted"] for r in record["requests"]) == record["budget"]
+        assert len({r["index"] for r in record["requests"]}) == len(record["requests"])
+        for r in record["requests"]:
+            output = outputs.setdefault(r["index"], [])
+            prompt = prompts[r["index"]]
+            assert r["position"] == len(prompt) + len(output) - 1
+            assert r["anchor"] == (prompt + output)[-1]
+            assert r["accepted"] <= r["admitted"] <= len(r["drafts"])
+            assert r["emitted"][: r["accepted"]] == r["drafts"][: len(r["emitted"])][: r["accepted"]]
+            output += r["emitted"]
+    assert [outputs[c.index] for c in completions] == [c.token_ids for c in completions]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "no tokens"), ([5] * 1024, "max_model_len"), ([4000], "4000"), ([-1], "-1"), (["x"], "'x'|x")],
+)
+def test_bad_prompts_are_refused(prompt, message):
+    engine = make_engine(num_speculative_tokens=0)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([prompt])
+    assert engine.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=2))  # still usable
