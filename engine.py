@@ -555,6 +555,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         params = SamplingParams(args.temperature, args.max_tokens, args.seed, args.ignore_eos)
         prompts = read_prompts(args)
+        files = ExitStack()
+        trace, output = (files.enter_context(open_output(path)) for path in (args.trace, args.output_json))
         engine = Engine(
             args.model,
             args.num_speculative_tokens,
@@ -568,8 +570,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         for i, prompt in enumerate(prompts):
             engine.make_request(i, prompt, params)  # all are checked before the first step
-        files = ExitStack()
-        trace, output = (files.enter_context(open_output(path)) for path in (args.trace, args.output_json))
     except (ValueError, OSError) as error:
         return fail(error)
     display = Display(engine, prompts, args)

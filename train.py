@@ -163,6 +163,40 @@ def initialise(module: nn.Module) -> None:
             nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[-1] ** -0.5)
 
 
+class Muon:
+    """Momentum whose update is orthogonalised (Jordan et al., 2024), for 2-D tensors.
+
+    The rule is torch.optim.Muon's; here all matrices of one shape are iterated together, because one by one the two
+    hundred small ones of this model took 28% of a training step.
+    """
+
+    def __init__(self, matrices: list[Tensor], momentum: float = 0.95, weight_decay: float = 0.02):
+        self.momentum, self.weight_decay = momentum, weight_decay
+        shapes = sorted({m.shape for m in matrices})
+        self.groups = [[m for m in matrices if m.shape == shape] for shape in shapes]
+        self.velocity = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
+
+    def step(self, lr: float) -> None:
+        for group, velocity in zip(self.groups, self.velocity):
+            gradient = torch.stack([m.grad for m in group])
+            velocity.lerp_(gradient, 1 - self.momentum)
+            update = orthogonalise(gradient.lerp(velocity, self.momentum)).float()
+            rows, columns = update.shape[1:]
+            for matrix, direction in zip(group, update):
+                matrix.data.mul_(1 - lr * self.weight_decay).sub_(direction, alpha=lr * max(1, rows / columns) ** 0.5)
+
+
+def orthogonalise(x: Tensor) -> Tensor:
+    """The nearest (semi-)orthogonal matrices to x [N, rows, columns], by five Newton-Schulz steps in bfloat16."""
+    if x.shape[1] > x.shape[2]:
+        return orthogonalise(x.transpose(1, 2)).transpose(1, 2)
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).bfloat16()
+    for _ in range(5):
+        gram = x @ x.transpose(1, 2)
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
 class Masters:
     """Float32 copies of a module's parameters and their optimisers: Muon for matrices inside the blocks, AdamW else."""
 
@@ -178,33 +212,34 @@ class Masters:
                 master = p.data[index].float().clone().requires_grad_()
                 self.pairs.append((p, index, master))
                 (matrices if matrix else others).append(master)
-        self.optimizers = [
-            torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.02),
-            torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        self.peak_lr = [muon_lr, adam_lr]
+        self.muon, self.muon_lr = Muon(matrices), muon_lr
+        self.adam, self.adam_lr = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0), adam_lr
 
     def step(self, lr_factor: float) -> None:
         for p, index, master in self.pairs:
             master.grad = p.grad[index].float()
-        for optimizer, peak in zip(self.optimizers, self.peak_lr):
-            optimizer.param_groups[0]["lr"] = peak * lr_factor
-            optimizer.step()
+        self.muon.step(self.muon_lr * lr_factor)
+        self.adam.param_groups[0]["lr"] = self.adam_lr * lr_factor
+        self.adam.step()
         with torch.no_grad():
             for p, index, master in self.pairs:
                 p[index] = master.to(p.dtype)
                 p.grad = None
 
     def state_dict(self) -> dict:
-        return {"masters": [m.data for _, _, m in self.pairs], "optimizers": [o.state_dict() for o in self.optimizers]}
+        return {
+            "masters": [m.data for _, _, m in self.pairs],
+            "velocity": self.muon.velocity,
+            "adam": self.adam.state_dict(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         with torch.no_grad():
             for (p, index, master), saved in zip(self.pairs, state["masters"]):
                 master.copy_(saved)
                 p[index] = saved.to(p.dtype)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
+        self.muon.velocity = state["velocity"]
+        self.adam.load_state_dict(state["adam"])
 
 
 def lr_factor(progress: float) -> float:

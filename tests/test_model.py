@@ -109,3 +109,10 @@ def test_taps_are_the_mean_streams_of_the_named_layers_in_order(tmp_path):
     with torch.no_grad():
         _, taps = target(position + 3, position * 0, position, position)
     torch.testing.assert_close(taps, torch.cat([streams[3].mean(1), streams[0].mean(1)], dim=1))
+
+
+def test_experts_in_training_mode_compute_the_same(tmp_path):
+    target, _ = load_checkpoint(random_checkpoint(tmp_path, num_stages=0), torch.float32)
+    moe, x, token = target.layers[2].ffn, torch.randn(33, 64), torch.randint(97, (33,))
+    with torch.no_grad():
+        torch.testing.assert_close(moe.train()(x, token), moe.eval()(x, token), atol=1e-5, rtol=1e-5)
