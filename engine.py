@@ -142,6 +142,10 @@ class Engine:
             raise ValueError(
                 f"max_num_seqs is {max_num_seqs}, allowed: 1 to max_num_batched_tokens ({max_num_batched_tokens})"
             )
+        if not Path(model).is_dir():
+            raise ValueError(
+                f"model is {model!r}, allowed: a directory with config.json, tokenizer.json, model.safetensors"
+            )
         self.tokenizer = load_tokenizer(model)
         self.target, self.drafter = load_checkpoint(model, DTYPES[dtype], device, num_speculative_tokens != 0)
         config = self.config = self.target.config

@@ -130,23 +130,27 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def load_corpus(out: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Token streams (training, held out), each document opened by bos and closed by eos; made once per `out`."""
-    if not (out / "corpus.npz").exists():
-        docs = list(documents())
-        tokenizer = train_tokenizer([text for held, _, text in docs if not held])
+def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+    """All texts in one row of tokens, each opened by bos and closed by eos."""
+    bos, eos = CONFIG["bos_token_id"], CONFIG["eos_token_id"]
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return np.array([token for e in encoded for token in (bos, *e.ids, eos)], dtype=np.uint16)
+
+
+def held_out_texts() -> list[str]:
+    return [text for held, _, text in documents() if held]
+
+
+def load_corpus(out: Path) -> np.ndarray:
+    """The training stream; made, with its tokenizer, on the first call for `out`."""
+    if not (out / "corpus.npy").exists():
+        texts = [text for held, _, text in documents() if not held]
+        tokenizer = train_tokenizer(texts)
         tokenizer.save(str(out / "target" / "tokenizer.json"))
-        streams = []
-        for split in (False, True):
-            encoded = tokenizer.encode_batch([text for held, _, text in docs if held is split])
-            bos, eos = CONFIG["bos_token_id"], CONFIG["eos_token_id"]
-            streams.append(np.array([t for e in encoded for t in (bos, *e.ids, eos)], dtype=np.uint16))
-        np.savez(out / "corpus.npz", train=streams[0], held_out=streams[1])
-        print(
-            f"{len(docs)} documents, {len(streams[0]):,} tokens to train on, {len(streams[1]):,} held out", flush=True
-        )
-    corpus = np.load(out / "corpus.npz")
-    return corpus["train"], corpus["held_out"]
+        stream = token_stream(tokenizer, texts)
+        np.save(out / "corpus.npy", stream)
+        print(f"{len(texts)} documents, {sum(map(len, texts)):,} characters, {len(stream):,} tokens", flush=True)
+    return np.load(out / "corpus.npy")
 
 
 def initialise(module: nn.Module) -> None:
@@ -290,8 +294,9 @@ def bits_per_byte(target: Transformer, stream: np.ndarray, tokenizer: Tokenizer,
 
 def train_target(out: Path, minutes: float, batch: int) -> None:
     """Next-token training. The schedule follows the clock, so a slower machine trains on less text."""
-    train, held_out = load_corpus(out)
+    train = load_corpus(out)
     tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
+    validation = token_stream(tokenizer, held_out_texts())
     (out / "target" / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     target = Transformer(Config.load(out / "target"))
     initialise(target)
@@ -342,7 +347,7 @@ def train_target(out: Path, minutes: float, batch: int) -> None:
             save_checkpoint(out / "target" / "model.safetensors", target)
             target.eval()
             with torch.compiler.set_stance("force_eager"):
-                print(f"held out: {bits_per_byte(target, held_out, tokenizer, 48):.4f} bits per byte", flush=True)
+                print(f"held out: {bits_per_byte(target, validation, tokenizer, 48):.4f} bits per byte", flush=True)
             target.train()
 
 
@@ -369,7 +374,7 @@ def block_losses(
 
 def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
     """DSpark training (arXiv 2607.05147): the target frozen, `anchors` blocks inside every sequence."""
-    train, _ = load_corpus(out)
+    train = load_corpus(out)
     target, _ = load_checkpoint(out / "target", torch.bfloat16)
     config = target.config
     drafter = Drafter(config, CONFIG["num_nextn_predict_layers"], target)
@@ -439,7 +444,7 @@ def held_out_prompts(count: int, seed: int = 0, length: int = 48) -> list[list[i
     """Token ids of the openings (at a line's start) of `count` held-out documents, code and help alike."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     rng, prompts = np.random.default_rng(seed), []
-    texts = [text for held, _, text in documents() if held and len(text) > 1000]
+    texts = [text for text in held_out_texts() if len(text) > 1000]
     while len(prompts) < count:
         text = texts[rng.integers(len(texts))]
         start = text.find("\n", rng.integers(0, len(text) - 600)) + 1
@@ -491,13 +496,13 @@ def area_under_curve(score: Tensor, label: Tensor) -> float:
     return (below.float().mean() / 2 / len(negative)).item()
 
 
-def evaluate(out: Path) -> None:
+def evaluate() -> None:
     """Print what the README states: bits per byte, accepted length, confidence AUC and calibration error."""
-    _, held_out_stream = load_corpus(out)
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    validation = token_stream(tokenizer, held_out_texts())
     engine = full_verification_engine()
     with torch.inference_mode():
-        bits = bits_per_byte(engine.target, held_out_stream, tokenizer, 256)
+        bits = bits_per_byte(engine.target, validation, tokenizer, 256)
     print(f"held-out text: {bits:.3f} bits per byte")
     engine = full_verification_engine()
     for temperature in (1.0, 0.0):
@@ -539,7 +544,7 @@ def main() -> None:
     if args.calibrate:
         calibrate()
     if args.evaluate:
-        evaluate(args.out)
+        evaluate()
 
 
 if __name__ == "__main__":

@@ -89,6 +89,9 @@ def random_checkpoint(directory: Path, seed: int = 0, num_stages: int = 2, **cha
         drafter = Drafter(config, num_stages, target)
         target.requires_grad_(False)
         randomise(drafter)
+        proj = drafter.confidence_head.proj.weight.data  # confidences spread over (0, 1): saturated ones prove little
+        proj[:, : config.hidden_size] *= 0.1
+        proj[:, config.hidden_size :] *= 4
     save_checkpoint(directory / "model.safetensors", target, drafter)
     words = {f"t{i}": i for i in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
