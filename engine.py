@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ class SamplingParams:
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) or a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}, allowed: 0 to 2**63 - 1")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}, allowed: 1 or more")
 
@@ -82,6 +84,14 @@ class Request:
     def limit(self, gamma: int) -> int:
         """How many drafts the next step may verify: a block must exist, and one more token than accepted is emitted."""
         return min(gamma, self.max_tokens - len(self.output) - 1) if self.drafts else 0
+
+
+class PromptChunk(NamedTuple):
+    """A piece of a prompt that is stored in this step, without asking for logits."""
+
+    token_ids: list[int]
+    slot: int
+    first: int  # position of the first of them
 
 
 @dataclass
@@ -196,7 +206,8 @@ class Engine:
         self.lap(None)
         decoding, prompt_chunks = self.schedule()
         limits = [r.limit(self.gamma) for r in decoding]
-        budget = self.choose_budget(decoding, limits, sum(len(tokens) for tokens, _, _ in prompt_chunks))
+        num_fixed = len(decoding) + sum(len(chunk.token_ids) for chunk in prompt_chunks)  # tokens that are not drafts
+        budget = self.choose_budget(decoding, limits, num_fixed)
         slots = self.tensor([r.slot for r in decoding])
         self.lap("schedule")
         emitted, accepted, admitted = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks)
@@ -205,14 +216,13 @@ class Engine:
             self.run_draft(slots)
         self.lap("draft")
         readback = [emitted, accepted[:, None], admitted[:, None], self.drafts[slots], self.confidence[slots]]
-        readback = torch.cat(readback, dim=1).tolist() if decoding else []  # the one device-to-host copy
-        num_tokens = len(decoding) + budget + sum(len(tokens) for tokens, _, _ in prompt_chunks)
-        record = self.finish_step(decoding, budget, num_tokens, readback)
+        readback = torch.cat(readback, dim=1).tolist() if decoding else []  # the one device-to-host copy, as float32
+        record = self.finish_step(decoding, budget, num_fixed + budget, readback)
         self.lap("bookkeeping")
         return record
 
-    def schedule(self) -> tuple[list[Request], list[tuple[list[int], int, int]]]:
-        """First come, first served: requests that emit this step, and prompt chunks (tokens, slot, first position).
+    def schedule(self) -> tuple[list[Request], list[PromptChunk]]:
+        """First come, first served: the requests that emit a token this step, and pieces of prompts to store.
 
         A prompt's last token is not part of a chunk: it is the request's first anchor.
         """
@@ -224,7 +234,8 @@ class Engine:
             left = len(r.prompt_token_ids) - 1 - r.prefilled
             length = min(left, room, self.max_chunk)
             if length > 0:
-                chunks.append((r.prompt_token_ids[r.prefilled : r.prefilled + length], r.slot, r.prefilled))
+                token_ids = r.prompt_token_ids[r.prefilled : r.prefilled + length]
+                chunks.append(PromptChunk(token_ids, r.slot, r.prefilled))
                 r.prefilled += length
                 room -= length
                 if length == left and room > 0 and length < self.max_chunk:  # its anchor fits into this step, too
@@ -240,9 +251,11 @@ class Engine:
         self.temperature[r.slot], self.key[r.slot] = r.params.temperature, request_key(r.params.seed, r.index)
         self.running.append(r)
 
-    def choose_budget(self, decoding: list[Request], limits: list[int], num_prompt_tokens: int) -> int:
-        """How many draft slots to verify. It must not look at the drafts that await verification (see verify.py)."""
-        num_fixed = len(decoding) + num_prompt_tokens  # tokens of this step that are not drafts
+    def choose_budget(self, decoding: list[Request], limits: list[int], num_fixed: int) -> int:
+        """How many draft slots to verify beside `num_fixed` tokens that are not drafts.
+
+        It must not look at the drafts that await verification (see verify.py): their requests' last blocks stand in.
+        """
         most = min(sum(limits), self.max_num_batched_tokens - num_fixed)
         if not self.adaptive or most <= 0:
             return max(most, 0)
@@ -251,7 +264,7 @@ class Engine:
         return best_budget(survival, len(decoding), cost_ms)
 
     def run_verify(
-        self, slots: Tensor, limit: Tensor, budget: int, prompt_chunks: Sequence[tuple[list[int], int, int]] = ()
+        self, slots: Tensor, limit: Tensor, budget: int, prompt_chunks: Sequence[PromptChunk] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Verify `budget` drafts of the requests in `slots` [R] and store prompt chunks, in one forward of the target.
 
@@ -261,12 +274,14 @@ class Engine:
         anchor, position, drafts, q = self.anchor[slots], self.position[slots], self.drafts[slots], self.q[slots]
         admitted = admit(self.confidence[slots].cumprod(1), limit, budget)
         spans = layout(anchor, drafts, admitted, budget)
-        token = [torch.tensor(tokens, device=self.device) for tokens, _, _ in prompt_chunks] + [spans.token]
-        seq_slot = [torch.full((len(tokens),), slot, device=self.device) for tokens, slot, _ in prompt_chunks]
-        place = [torch.arange(first, first + len(tokens), device=self.device) for tokens, _, first in prompt_chunks]
-        token = torch.cat(token)
-        seq_slot = torch.cat(seq_slot + [slots[spans.row]])
-        place = torch.cat(place + [position[spans.row] + spans.offset])
+        token, seq_slot, place = [], [], []
+        for token_ids, slot, first in prompt_chunks:
+            token.append(self.tensor(token_ids))
+            seq_slot.append(torch.full_like(token[-1], slot))
+            place.append(torch.arange(first, first + len(token_ids), device=self.device))
+        token = torch.cat([*token, spans.token])
+        seq_slot = torch.cat([*seq_slot, slots[spans.row]])
+        place = torch.cat([*place, position[spans.row] + spans.offset])
         rows = torch.arange(len(token) - len(spans.token), len(token), device=self.device)
         logits, taps = self.target(token, seq_slot, place, rows)
         result = accept(logits, spans, drafts, q, admitted, self.temperature[slots], self.key[slots], position)
@@ -292,20 +307,19 @@ class Engine:
             stats.emitted += len(tokens)
             stats.reached[: min(accepted + 1, admitted)] += 1
             stats.accepted[:accepted] += 1
-            position = len(r.prompt_token_ids) + len(r.output) - 1
-            anchor = r.output[-1] if r.output else r.prompt_token_ids[-1]
-            tokens = self.append(r, tokens)
             survival = np.cumprod(r.confidence)
-            records.append(
-                {
-                    "index": r.index,
-                    "position": position,
-                    "anchor": anchor,
-                    "drafts": r.drafts,
-                    "confidence": r.confidence,
-                }
-                | {"survival": survival.tolist(), "admitted": admitted, "accepted": accepted, "emitted": tokens}
-            )
+            record = {
+                "index": r.index,
+                "position": len(r.prompt_token_ids) + len(r.output) - 1,
+                "anchor": r.output[-1] if r.output else r.prompt_token_ids[-1],
+                "drafts": r.drafts,
+                "confidence": r.confidence,
+                "survival": survival.tolist(),
+                "admitted": admitted,
+                "accepted": accepted,
+            }
+            record["emitted"] = self.append(r, tokens)
+            records.append(record)
             if len(survival):
                 r.old_survival = survival
             r.drafts = [int(t) for t in row[gamma + 3 : 2 * gamma + 3]]

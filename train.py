@@ -11,6 +11,7 @@ own training does), AdamW the rest.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -137,6 +138,7 @@ def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.array([token for e in encoded for token in (bos, *e.ids, eos)], dtype=np.uint16)
 
 
+@functools.cache
 def held_out_texts() -> list[str]:
     return [text for held, _, text in documents() if held]
 
@@ -441,14 +443,15 @@ def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
 
 
 def held_out_prompts(count: int, seed: int = 0, length: int = 48) -> list[list[int]]:
-    """Token ids of the openings (at a line's start) of `count` held-out documents, code and help alike."""
+    """`count` prompts of `length` tokens, bos included, each from a random line on of a held-out document."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    rng, prompts = np.random.default_rng(seed), []
-    texts = [text for text in held_out_texts() if len(text) > 1000]
-    while len(prompts) < count:
+    rng, span = np.random.default_rng(seed), 8 * length  # characters, more than enough
+    texts = [text for text in held_out_texts() if len(text) > 2 * span]
+    prompts = []
+    for _ in range(count):
         text = texts[rng.integers(len(texts))]
-        start = text.find("\n", rng.integers(0, len(text) - 600)) + 1
-        ids = tokenizer.encode(text[start : start + 600], add_special_tokens=False).ids
+        start = text.find("\n", rng.integers(len(text) - span)) + 1
+        ids = tokenizer.encode(text[start : start + span], add_special_tokens=False).ids
         prompts.append([CONFIG["bos_token_id"], *ids[: length - 1]])
     return prompts
 
