@@ -20,17 +20,20 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from profile_costs import CostTable, measure
+from profile_costs import CostTable, doubling_grid, measure, padding_grid
 from sampling import DRAFT, request_key, uniform
-from verify import accept, admit, best_budget, layout
+from verify import accept, admit, best_budget, early_stop_budget, layout, throughput
 from weights import load_checkpoint
 
 DEFAULT_MODEL = str(Path(__file__).parent / "checkpoints" / "tiny")
 DEFAULT_PROMPT = 'def read_config(path):\n    """'
+BUDGET_RULES = ("auto", "stale", "early-stop")
+PROBE_INTERVAL = 32  # steps without drafts after which a block is drafted to see whether it pays again
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -127,6 +130,9 @@ class Engine:
     """Runs many requests at once over one target and, unless num_speculative_tokens is 0, its drafter.
 
     model: a directory in the release format. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
+    budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
+    staircase. cost_table: a saved table instead of measuring. padded: pad every step up to a grid of sizes, as captured
+    graphs need it.
     Raises ValueError, naming the value and what is allowed, for anything that cannot work.
     """
 
@@ -141,6 +147,9 @@ class Engine:
         device: str = "cpu",
         dtype: str = "float32",
         profile_context_len: int = 8192,
+        budget_rule: str = "auto",
+        cost_table: str | None = None,
+        padded: bool = False,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, allowed: {', '.join(DTYPES)}")
@@ -152,6 +161,8 @@ class Engine:
             raise ValueError(
                 f"max_num_seqs is {max_num_seqs}, allowed: 1 to max_num_batched_tokens ({max_num_batched_tokens})"
             )
+        if budget_rule not in BUDGET_RULES:
+            raise ValueError(f"budget_rule is {budget_rule!r}, allowed: {', '.join(BUDGET_RULES)}")
         if not Path(model).is_dir():
             raise ValueError(
                 f"model is {model!r}, allowed: a directory with config.json, tokenizer.json, model.safetensors"
@@ -177,7 +188,14 @@ class Engine:
         if self.drafter:
             self.drafter.allocate_cache(max_num_seqs, max_model_len, self.max_chunk)
 
-        S = max_num_seqs  # device state, one row per slot
+        self.early_stop = budget_rule == "early-stop" or (budget_rule == "auto" and not padded)
+        most_tokens = min(max_num_batched_tokens, max_num_seqs * (gamma + 1))
+        make_grid = padding_grid if padded else doubling_grid
+        self.token_grid = make_grid(max_num_batched_tokens if padded else most_tokens)
+        self.request_grid = make_grid(max_num_seqs)
+        self.padded = padded
+
+        S = max_num_seqs + 1  # device state, one row per slot; the last one is scratch, for padding
         with torch.device(device):
             self.anchor = torch.zeros(S, dtype=torch.int64)  # newest token; the target has no keys for it yet
             self.position = torch.zeros(S, dtype=torch.int64)  # of the anchor
@@ -188,10 +206,15 @@ class Engine:
             self.confidence = torch.ones(S, gamma)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.free_slots = list(range(S))[::-1]
+        self.free_slots = list(range(max_num_seqs))[::-1]
         self.step_index = 0
         self.stats = Stats()
-        self.cost_table = self.profile(model, dtype, min(profile_context_len, max_model_len - gamma - 2))
+        self.typical_survival = np.ones(gamma)  # running mean over requests; what a new one is taken for
+        self.undrafted_steps = 0  # since the last block
+        self.probed_requests = 0  # when it was drafted
+        context_len = min(profile_context_len, max_model_len - gamma - 2)
+        meta = {"device": device, "dtype": dtype, "model": model, "mode": "eager", "context_len": context_len}
+        self.cost_table = CostTable.load(cost_table, meta, padded) if cost_table else self.profile(meta)
         self.verify_ms = self.cost_table.verify_ms(max_num_batched_tokens)
         self.draft_ms = self.cost_table.draft_ms(max_num_seqs)
 
@@ -212,12 +235,13 @@ class Engine:
         self.lap("schedule")
         emitted, accepted, admitted = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks)
         self.lap("verify")
-        if self.drafter and decoding:
+        drafted = self.gamma > 0 and bool(decoding) and self.drafting_pays(decoding)
+        if drafted:
             self.run_draft(slots)
         self.lap("draft")
         readback = [emitted, accepted[:, None], admitted[:, None], self.drafts[slots], self.confidence[slots]]
         readback = torch.cat(readback, dim=1).tolist() if decoding else []  # the one device-to-host copy, as float32
-        record = self.finish_step(decoding, budget, num_fixed + budget, readback)
+        record = self.finish_step(decoding, budget, num_fixed + budget, drafted, readback)
         self.lap("bookkeeping")
         return record
 
@@ -226,7 +250,7 @@ class Engine:
 
         A prompt's last token is not part of a chunk: it is the request's first anchor.
         """
-        while self.waiting and self.free_slots:
+        while self.waiting and self.free_slots and len(self.running) < self.concurrency:
             self.join(self.waiting.popleft())
         decoding = [r for r in self.running if r.prefilled == len(r.prompt_token_ids) - 1]
         room, chunks = self.max_num_batched_tokens - len(decoding), []
@@ -246,7 +270,7 @@ class Engine:
     def join(self, r: Request) -> None:
         """Give the request a slot. Caches need no clearing: nothing written before is visible at its positions."""
         r.slot = self.free_slots.pop()
-        r.old_survival = np.ones(self.gamma)
+        r.old_survival = self.typical_survival
         self.anchor[r.slot], self.position[r.slot] = r.prompt_token_ids[-1], len(r.prompt_token_ids) - 1
         self.temperature[r.slot], self.key[r.slot] = r.params.temperature, request_key(r.params.seed, r.index)
         self.running.append(r)
@@ -259,9 +283,33 @@ class Engine:
         most = min(sum(limits), self.max_num_batched_tokens - num_fixed)
         if not self.adaptive or most <= 0:
             return max(most, 0)
-        survival = np.concatenate([r.old_survival[:limit] for r, limit in zip(decoding, limits)])
         cost_ms = self.draft_ms[len(decoding)] + self.verify_ms[num_fixed : num_fixed + most + 1]
+        if self.early_stop:
+            survival = np.concatenate([np.cumprod(r.confidence)[:limit] for r, limit in zip(decoding, limits)])
+            return early_stop_budget(survival, len(decoding), cost_ms)
+        survival = np.concatenate([r.old_survival[:limit] for r, limit in zip(decoding, limits)])
         return best_budget(survival, len(decoding), cost_ms)
+
+    def drafting_pays(self, decoding: list[Request]) -> bool:
+        """Whether to draft the next block at all, judged by the blocks before it.
+
+        The budget takes the draft as paid for; here its cost counts. When the best budget earns less per millisecond
+        than plain decoding, nothing is drafted, until a probe after PROBE_INTERVAL steps or a load that has changed by
+        a quarter.
+        """
+        if not self.adaptive:
+            return True
+        R = len(decoding)
+        survival = np.concatenate([r.old_survival for r in decoding])
+        most = min(len(survival), self.max_num_batched_tokens - R)
+        cost_ms = self.draft_ms[R] + self.verify_ms[R : R + most + 1]
+        pays = throughput(survival, R, cost_ms).max() > R / self.verify_ms[R]
+        changed = abs(R - self.probed_requests) > self.probed_requests / 4
+        if pays or changed or self.undrafted_steps >= PROBE_INTERVAL:
+            self.undrafted_steps, self.probed_requests = 0, R
+            return True
+        self.undrafted_steps += 1
+        return False
 
     def run_verify(
         self, slots: Tensor, limit: Tensor, budget: int, prompt_chunks: Sequence[PromptChunk] = ()
@@ -283,6 +331,10 @@ class Engine:
         seq_slot = torch.cat([*seq_slot, slots[spans.row]])
         place = torch.cat([*place, position[spans.row] + spans.offset])
         rows = torch.arange(len(token) - len(spans.token), len(token), device=self.device)
+        if self.padded:
+            pad = next(size for size in self.token_grid if size >= len(token)) - len(token)
+            token, place = F.pad(token, (0, pad)), F.pad(place, (0, pad))
+            seq_slot = F.pad(seq_slot, (0, pad), value=self.max_num_seqs)
         logits, taps = self.target(token, seq_slot, place, rows)
         result = accept(logits, spans, drafts, q, admitted, self.temperature[slots], self.key[slots], position)
         self.anchor[slots] = result.emitted.gather(1, result.accepted[:, None])[:, 0]
@@ -293,12 +345,17 @@ class Engine:
 
     def run_draft(self, slots: Tensor) -> None:
         """Draft the next block of the requests in `slots` [R], from their anchors."""
+        if self.padded:
+            pad = next(size for size in self.request_grid if size >= len(slots)) - len(slots)
+            slots = F.pad(slots, (0, pad), value=self.max_num_seqs)
         anchor, position, temperature = self.anchor[slots], self.position[slots], self.temperature[slots]
         noise = uniform(self.key[slots], position, DRAFT, self.gamma)
         block = self.drafter.draft(anchor, slots, position, temperature, noise)
         self.drafts[slots], self.q[slots], self.confidence[slots] = block
 
-    def finish_step(self, decoding: list[Request], budget: int, num_tokens: int, readback: list[list[float]]) -> dict:
+    def finish_step(
+        self, decoding: list[Request], budget: int, num_tokens: int, drafted: bool, readback: list[list[float]]
+    ) -> dict:
         """Bookkeeping on the host: outputs, stops, statistics, freed slots. Returns the trace record."""
         gamma, stats, records = self.gamma, self.stats, []
         for r, row in zip(decoding, readback):
@@ -322,12 +379,15 @@ class Engine:
             records.append(record)
             if len(survival):
                 r.old_survival = survival
-            r.drafts = [int(t) for t in row[gamma + 3 : 2 * gamma + 3]]
-            r.confidence = row[2 * gamma + 3 :]
+            r.drafts = [int(t) for t in row[gamma + 3 : 2 * gamma + 3]] if drafted else []
+            r.confidence = row[2 * gamma + 3 :] if drafted else []
             if r.finish_reason:
                 self.running.remove(r)
                 self.free_slots.append(r.slot)
-        predicted_ms = float(self.verify_ms[num_tokens] + self.draft_ms[len(decoding)])
+        survivals = [record["survival"] for record in records if record["drafts"]]
+        if survivals:
+            self.typical_survival = 0.9 * self.typical_survival + 0.1 * np.mean(survivals, axis=0)
+        predicted_ms = float(self.verify_ms[num_tokens] + (self.draft_ms[len(decoding)] if drafted else 0.0))
         measured_ms = (time.perf_counter() - self.step_start) * 1e3
         stats.cost_error.append(abs(predicted_ms / measured_ms - 1))
         stats.steps += 1
@@ -364,10 +424,12 @@ class Engine:
         prompts: Sequence[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         on_step: Callable[[dict], None] | None = None,
+        concurrency: int | None = None,
     ) -> list[Completion]:
         """Complete all prompts, text or token ids, and return their completions in order.
 
-        on_step is called after every step with its trace record. Raises ValueError for a prompt that is empty, too long
+        on_step is called after every step with its trace record; concurrency limits the requests that run at once, below
+        max_num_seqs. Raises ValueError for a prompt that is empty, too long
         for max_model_len or has a token id outside the vocabulary.
         """
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -375,6 +437,7 @@ class Engine:
             self.make_request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, all_params, strict=True))
         ]
         self.stats = Stats(reached=np.zeros(self.gamma), accepted=np.zeros(self.gamma))
+        self.concurrency = concurrency or self.max_num_seqs
         self.waiting.extend(requests)
         start = time.perf_counter()
         while self.waiting or self.running:
@@ -407,8 +470,9 @@ class Engine:
         return self.tokenizer.decode(token_ids)
 
     @torch.inference_mode()
-    def profile(self, model: str, dtype: str, context_len: int) -> CostTable:
-        """Measure verification and drafting on dummy spans behind `context_len` positions of stale cache."""
+    def profile(self, meta: dict) -> CostTable:
+        """Measure verification and drafting on dummy spans behind meta["context_len"] positions of stale cache."""
+        context_len = meta["context_len"]
 
         def place(num_requests: int) -> Tensor:
             slots = torch.arange(num_requests, device=self.device)
@@ -424,9 +488,10 @@ class Engine:
             self.run_draft(place(num_requests))
             self.drafts.sum().item()
 
-        max_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * (self.gamma + 1))
-        mode = {"device": self.device, "dtype": dtype, "model": model, "mode": "eager", "context_len": context_len}
-        return measure(run_verify, run_draft if self.drafter else None, max_tokens, self.max_num_seqs, mode)
+        most_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * (self.gamma + 1))
+        token_counts = [n for n in self.token_grid if n <= most_tokens]
+        run_draft = run_draft if self.drafter else None
+        return measure(run_verify, run_draft, token_counts, self.request_grid, meta, self.padded)
 
     def lap(self, name: str | None) -> None:
         """Charge the time since the last call to `name`; None starts a step."""
@@ -585,6 +650,8 @@ def main(argv: list[str] | None = None) -> int:
             args.device,
             args.dtype,
             args.profile_context_len,
+            args.budget_rule,
+            args.cost_table,
         )
         for i, prompt in enumerate(prompts):
             engine.make_request(i, prompt, params)  # all are checked before the first step

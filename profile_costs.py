@@ -1,12 +1,16 @@
 """Step costs, measured at start-up in the mode that will run: what a draft costs, and what verifying T tokens costs.
 
-python profile_costs.py [--model DIR] [--output-json FILE]
+python profile_costs.py [--model DIR] [--output-json FILE] [--plot FILE]
 """
 
+import argparse
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -14,54 +18,98 @@ from tqdm import tqdm
 
 @dataclass
 class CostTable:
-    """Measured points and, from them, flat arrays in milliseconds: monotone, interpolated, extrapolated at the end."""
+    """Measured points and, from them, flat arrays in milliseconds.
 
-    meta: dict  # device, dtype, model, mode, context_len
-    draft_points: list[tuple[int, float]]  # (requests, ms), empty without a drafter
-    verify_points: list[tuple[int, float]]  # (tokens, ms)
+    meta: what the times hold for: device, dtype, model, mode, context_len. padded: every step is padded up to the next
+    measured size, so the cost is a staircase over the points; otherwise it is interpolated. Either way it never falls,
+    and past the last point it goes on with the overall slope. Raises ValueError for a table that is empty, not
+    positive or flat: with a flat one the best budget is always "verify everything", and nobody would notice.
+    """
+
+    meta: dict
+    draft_points: list[tuple[int, float]]  # (requests, ms), rising counts; empty without a drafter
+    verify_points: list[tuple[int, float]]  # (tokens, ms), rising counts
+    padded: bool = False
 
     def __post_init__(self):
-        for points in filter(None, (self.draft_points, self.verify_points)):
-            if min(ms for _, ms in points) <= 0 or (len(points) > 2 and len({ms for _, ms in points}) == 1):
-                raise ValueError(f"cost table is flat or not positive: {points}")
+        if not self.verify_points:
+            raise ValueError("cost table: no verify costs")
+        for name, points in (("draft", self.draft_points), ("verify", self.verify_points)):
+            counts, costs = [count for count, _ in points], [ms for _, ms in points]
+            if points and not (0 < min(costs) and max(costs) < float("inf")):
+                raise ValueError(f"cost table: {name} costs must be positive, got {points}")
+            if counts != sorted(set(counts)) or (counts and counts[0] < 1):
+                raise ValueError(f"cost table: {name} counts must rise from 1 or more, got {counts}")
+        costs = [ms for _, ms in self.verify_points]
+        if self.verify_points[-1][0] >= 16 and max(costs) < 1.05 * costs[0]:
+            raise ValueError(f"cost table: verify costs are flat, {self.verify_points}")
 
     def verify_ms(self, max_tokens: int) -> np.ndarray:
         """verify_ms[T] for T = 0 .. max_tokens."""
-        return interpolate(self.verify_points, max_tokens)
+        return flat_costs(self.verify_points, max_tokens, self.padded)
 
     def draft_ms(self, max_requests: int) -> np.ndarray:
         """draft_ms[R] for R = 0 .. max_requests; zero without a drafter."""
-        return interpolate(self.draft_points, max_requests) if self.draft_points else np.zeros(max_requests + 1)
+        return (
+            flat_costs(self.draft_points, max_requests, self.padded)
+            if self.draft_points
+            else np.zeros(max_requests + 1)
+        )
 
-    def to_json(self) -> dict:
-        return {
-            "meta": self.meta,
-            "draft_cost_ms": self.draft_points,
-            "verify_cost_ms": self.verify_points,
-            "padded": False,
-        }
+    def save(self, path: str | Path) -> None:
+        table = {"meta": self.meta, "draft_cost_ms": self.draft_points, "verify_cost_ms": self.verify_points}
+        Path(path).write_text(json.dumps(table | {"padded": self.padded}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, meta: dict, padded: bool) -> "CostTable":
+        """Read a saved table. Raises ValueError if it was measured for anything else than `meta`, naming what differs."""
+        try:
+            raw = json.loads(Path(path).read_text())
+            points = [
+                [(int(count), float(ms)) for count, ms in raw[key]] for key in ("draft_cost_ms", "verify_cost_ms")
+            ]
+            table = cls(dict(raw["meta"]), *points, bool(raw["padded"]))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"cost table {path}: {type(error).__name__}: {error}") from None
+        for key, value in (meta | {"padded": padded}).items():
+            other = table.padded if key == "padded" else table.meta.get(key)
+            if other != value and key != "context_len":
+                raise ValueError(f"cost table {path} was measured for {key} {other!r}, this engine has {value!r}")
+        return table
 
 
-def interpolate(points: list[tuple[int, float]], last: int) -> np.ndarray:
-    """Costs for 0 .. last from points (count, ms): never falling, linear in between, the overall slope past the end."""
+def flat_costs(points: list[tuple[int, float]], last: int, padded: bool) -> np.ndarray:
+    """Costs for counts 0 .. last from measured points (count, ms)."""
     count, ms = np.array(points, dtype=float).T
-    ms = np.maximum.accumulate(ms)
-    costs = np.interp(np.arange(last + 1), count, ms)
-    if last > count[-1] and len(count) > 1:
-        slope = (ms[-1] - ms[0]) / (count[-1] - count[0])
-        beyond = np.arange(int(count[-1]) + 1, last + 1)
-        costs[beyond] = ms[-1] + slope * (beyond - count[-1])
-    return costs
+    ms = np.minimum.accumulate(ms[::-1])[::-1]  # noise only ever adds time, so a later, lower point is the truer one
+    wanted = np.arange(last + 1)
+    if padded:
+        costs = ms[np.searchsorted(count, wanted).clip(max=len(count) - 1)]
+    else:
+        costs = np.interp(wanted, count, ms)
+    slope = (ms[-1] - ms[0]) / (count[-1] - count[0]) if len(count) > 1 else 0.0
+    return costs + slope * np.maximum(wanted - count[-1], 0)
 
 
-def grid(last: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... and `last` itself."""
+def doubling_grid(last: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `last` itself: enough points to interpolate between."""
     powers = [2**i for i in range(last.bit_length())]
     return sorted({n for n in powers + [3 * p for p in powers] if n < last} | {last})
 
 
+def padding_grid(last: int) -> list[int]:
+    """Sizes that steps are padded up to: 1, 2, 4, 8, then steps of 8 to 256, then of 16, and `last` itself."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, last, 16)]
+    return [n for n in sizes if n < last] + [last]
+
+
 def measure(
-    run_verify: Callable[[int], None], run_draft: Callable[[int], None] | None, max_tokens: int, max_requests: int, meta
+    run_verify: Callable[[int], None],
+    run_draft: Callable[[int], None] | None,
+    token_counts: list[int],
+    request_counts: list[int],
+    meta: dict,
+    padded: bool,
 ) -> CostTable:
     """Median of five runs per shape, in ms. run_verify(tokens) and run_draft(requests) must wait for the device."""
 
@@ -74,32 +122,56 @@ def measure(
             times.append((time.perf_counter() - start) * 1e3)
         return round(statistics.median(times), 4)
 
-    jobs = [(run_verify, n, "verify") for n in grid(max_tokens)]
-    jobs += [(run_draft, n, "draft") for n in grid(max_requests)] if run_draft else []
+    jobs = [(run_verify, n, "verify") for n in token_counts]
+    jobs += [(run_draft, n, "draft") for n in request_counts] if run_draft else []
     points = {"verify": [], "draft": []}
     for run, count, kind in tqdm(jobs, desc="profiling step costs", leave=False):
         points[kind].append((count, median_ms(run, count)))
-    return CostTable(meta, points["draft"], points["verify"])
+    return CostTable(meta, points["draft"], points["verify"], padded)
+
+
+def plot(table: CostTable, path: str) -> None:
+    """Measured points and the flat tables made from them, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for axis, points, what in ((axes[0], table.verify_points, "tokens"), (axes[1], table.draft_points, "requests")):
+        if points:
+            costs = flat_costs(points, points[-1][0], table.padded)
+            axis.plot(range(1, len(costs)), costs[1:], drawstyle="steps-post" if table.padded else "default")
+            axis.plot(*zip(*points), "o", markersize=4)
+        axis.set(xlabel=f"{what} per step", ylabel="ms", ylim=(0, None))
+    axes[0].set_title("verify")
+    axes[1].set_title("draft")
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    import argparse
-    import json
-
     from engine import DEFAULT_MODEL, Engine
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--output-json")
+    parser.add_argument("--output-json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="needs matplotlib")
     args = parser.parse_args()
-    table = Engine(args.model).cost_table
-    print(f"{'tokens':>8} {'verify ms':>10}     {'requests':>8} {'draft ms':>10}")
-    for i, (tokens, ms) in enumerate(table.verify_points):
-        draft = "{:8d} {:10.2f}".format(*table.draft_points[i]) if i < len(table.draft_points) else ""
-        print(f"{tokens:8d} {ms:10.2f}     {draft}")
-    if args.output_json:
-        with open(args.output_json, "w") as file:
-            json.dump(table.to_json(), file)
+    try:
+        table = Engine(args.model).cost_table
+        print(f"{'tokens':>8} {'verify ms':>10}     {'requests':>8} {'draft ms':>10}")
+        for i, (tokens, ms) in enumerate(table.verify_points):
+            draft = "{:8d} {:10.2f}".format(*table.draft_points[i]) if i < len(table.draft_points) else ""
+            print(f"{tokens:8d} {ms:10.2f}     {draft}")
+        if args.output_json:
+            table.save(args.output_json)
+        if args.plot:
+            plot(table, args.plot)
+    except ModuleNotFoundError as error:
+        sys.exit(f"profile_costs.py: --plot needs {error.name}: pip install {error.name}")
+    except (ValueError, OSError) as error:
+        print(f"profile_costs.py: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

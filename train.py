@@ -139,8 +139,10 @@ def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 @functools.cache
-def held_out_texts() -> list[str]:
-    return [text for held, _, text in documents() if held]
+def held_out_texts(kind: str = "all") -> list[str]:
+    """Held-out documents: "code" (modules), "prose" (help topics) or "all"."""
+    found = [(name, text) for held, name, text in documents() if held]
+    return [text for name, text in found if kind == "all" or name.startswith("help/") == (kind == "prose")]
 
 
 def load_corpus(out: Path) -> np.ndarray:
@@ -442,11 +444,11 @@ def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
 # ---- calibration and evaluation: on text that the engine itself generates from held-out prompts ----------------------
 
 
-def held_out_prompts(count: int, seed: int = 0, length: int = 48) -> list[list[int]]:
+def held_out_prompts(count: int, seed: int = 0, length: int = 48, kind: str = "all") -> list[list[int]]:
     """`count` prompts of `length` tokens, bos included, each from a random line on of a held-out document."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     rng, span = np.random.default_rng(seed), 8 * length  # characters, more than enough
-    texts = [text for text in held_out_texts() if len(text) > 2 * span]
+    texts = [text for text in held_out_texts(kind) if len(text) > 2 * span]
     prompts = []
     for _ in range(count):
         text = texts[rng.integers(len(texts))]

@@ -1,7 +1,8 @@
 """Adaptive verification: which draft slots to verify, where they lie in the flat step, and which tokens come out.
 
 Whether draft k is verified must not depend on draft k (non-anticipation), or the output distribution bends. So the
-budget B comes from confidences that are at least one step old, and the B slots go to the highest survivals of the
+budget B comes from confidences that are at least one block old (`best_budget`), or from a walk down the current ones
+that never looks past the place where it stops (`early_stop_budget`). The B slots go to the highest survivals of the
 current step: the survival of slot k depends on drafts before k only, and slots behind it score lower.
 """
 
@@ -27,15 +28,31 @@ def admit(survival: Tensor, limit: Tensor, budget: int) -> Tensor:
     return torch.zeros(R, dtype=torch.int64, device=survival.device).index_add_(0, best % R, torch.ones_like(best))
 
 
-def best_budget(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
-    """The number of draft slots that maximises expected tokens per millisecond (host).
+def throughput(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> np.ndarray:
+    """Expected tokens per millisecond for every budget 0, 1, ..., verifying the best slots first (host).
 
-    survival [S]: of every available slot, in any order, at least one step old; num_sampling: requests that emit a
-    token this step whatever is verified; cost_ms [<= S + 1]: the whole step's predicted time with B slots verified.
+    survival [S] of every available slot, in any order; num_sampling: requests that emit a token this step whatever is
+    verified; cost_ms: the whole step's predicted time with B slots verified, for B = 0 .. at most S.
     """
     gain = np.sort(survival)[::-1][: len(cost_ms) - 1].cumsum()
-    expected_tokens = num_sampling + np.concatenate([[0.0], gain])
-    return int(np.argmax(expected_tokens / cost_ms))
+    return (num_sampling + np.concatenate([[0.0], gain])) / cost_ms
+
+
+def best_budget(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
+    """Rule `stale`: the budget of the highest throughput. `survival` must be of blocks before those to be verified.
+
+    A global search may look at any slot, so with the current survivals it would let a draft's own value, through the
+    slots behind it, decide whether the draft is verified.
+    """
+    return int(np.argmax(throughput(survival, num_sampling, cost_ms)))
+
+
+def early_stop_budget(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
+    """Rule `early-stop` (DSpark, algorithm 1): go down the current slots, stop at the first that does not pay.
+
+    Lossless with the survivals of the very drafts to be verified: nothing behind the place where it stops was looked at.
+    """
+    return int(np.argmin(np.diff(throughput(survival, num_sampling, cost_ms), append=-np.inf) > 0))
 
 
 class Layout(NamedTuple):
