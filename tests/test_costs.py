@@ -1,0 +1,129 @@
+"""Decisions, given tables and survivals: budgets, whether to draft at all, and which tables are refused."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import random_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import Engine, SamplingParams
+from profile_costs import CostTable, padding_grid
+from verify import best_budget, early_stop_budget
+
+META = {"device": "cpu", "dtype": "float32", "model": "m", "mode": "eager", "context_len": 8}
+
+
+def table(padded=False):
+    return CostTable(META, [(1, 1.0), (4, 2.0)], [(1, 10.0), (2, 12.0), (4, 11.0), (8, 20.0)], padded)
+
+
+def test_costs_are_monotone_interpolated_and_extrapolated():
+    costs = table().verify_ms(12)
+    assert costs[[1, 2, 4, 6, 8]] == pytest.approx([10, 11, 11, 15.5, 20])  # the outlier at 2 is pulled down
+    assert costs[12] == pytest.approx(20 + 4 * 10 / 7)
+    assert (np.diff(costs) >= 0).all()
+    assert table().draft_ms(4) == pytest.approx([1, 1, 4 / 3, 5 / 3, 2])
+
+
+def test_padded_costs_are_a_staircase():
+    assert table(padded=True).verify_ms(8)[1:] == pytest.approx([10, 11, 11, 11, 20, 20, 20, 20])
+
+
+def test_padding_grid():
+    grid = padding_grid(300)
+    assert grid[:6] == [1, 2, 4, 8, 16, 24] and grid[-4:] == [256, 272, 288, 300]
+
+
+@pytest.mark.parametrize(
+    ("verify_points", "message"),
+    [
+        ([], "no verify costs"),
+        ([(1, 5.0), (64, 5.1)], "flat"),
+        ([(1, -5.0), (64, 50.0)], "positive"),
+        ([(4, 5.0), (2, 50.0)], "must rise"),
+    ],
+)
+def test_useless_tables_are_refused(verify_points, message):
+    with pytest.raises(ValueError, match=message):
+        CostTable(META, [], verify_points)
+
+
+@pytest.mark.parametrize("key", ["device", "dtype", "model", "mode"])
+def test_a_table_from_elsewhere_is_refused(key, tmp_path):
+    path = tmp_path / "table.json"
+    table().save(path)
+    assert set(json.loads(path.read_text())) == {"meta", "draft_cost_ms", "verify_cost_ms", "padded"}
+    assert CostTable.load(path, META, padded=False) == table()
+    with pytest.raises(ValueError, match=f"measured for {key}"):
+        CostTable.load(path, META | {key: "other"}, padded=False)
+    with pytest.raises(ValueError, match="padded"):
+        CostTable.load(path, META, padded=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_early_stop_never_looks_behind_the_place_where_it_stops(survival, num_sampling, random):
+    cost = np.cumsum([1.0] + [random.random() for _ in survival])
+    survival = np.array(survival)
+    budget = early_stop_budget(survival, num_sampling, cost)
+    ranked = np.sort(survival)[::-1]
+    expected = num_sampling + np.concatenate([[0], ranked.cumsum()])
+    rates = expected / cost
+    assert all(rates[b + 1] > rates[b] for b in range(budget))
+    assert budget == len(survival) or rates[budget + 1] <= rates[budget]
+    hidden = ranked.copy()
+    hidden[budget + 1 :] *= random.random()  # whatever lies behind changes nothing
+    assert early_stop_budget(hidden, num_sampling, cost) == budget
+
+
+def test_on_a_staircase_the_rules_differ():
+    survival, cost = np.full(8, 0.9), np.array([10.0, 20, 20, 20, 20, 20, 20, 20, 20])
+    assert early_stop_budget(survival, 4, cost) == 0  # stops at the edge
+    assert best_budget(survival, 4, cost) == 8  # sees the plateau behind it
+
+
+def engine_with(table, tmp_path, **options):
+    model = random_checkpoint(tmp_path / "model")
+    table.meta["model"] = str(model)
+    table.save(tmp_path / "table.json")
+    return Engine(str(model), max_num_seqs=8, max_model_len=400, cost_table=str(tmp_path / "table.json"), **options)
+
+
+def drafted_steps(engine, num_requests, max_tokens):
+    records = []
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    engine.generate([[5, 6]] * num_requests, params, records.append)
+    return [any(r["drafts"] for r in record["requests"]) for record in records]
+
+
+def test_drafting_stops_when_it_cannot_pay_and_is_probed_again(tmp_path):
+    dear = CostTable(dict(META), [(1, 50.0), (8, 60.0)], [(1, 10.0), (48, 480.0)])
+    drafted = drafted_steps(engine_with(dear, tmp_path), 4, 200)
+    assert 0 < sum(drafted) < 20
+    probes = [i for i, d in enumerate(drafted) if d]
+    assert max(np.diff(probes)) <= 40  # it does look again
+
+
+def test_drafting_pays_only_where_it_raises_throughput(tmp_path):
+    cheap = CostTable(dict(META), [(1, 0.1), (8, 0.2)], [(1, 10.0), (48, 11.0)])
+    engine = engine_with(cheap, tmp_path)
+    sure, hopeless = (SimpleNamespace(old_survival=np.full(engine.gamma, s)) for s in (0.9, 0.0))
+    engine.probed_requests = 4
+    assert engine.drafting_pays([sure] * 4)
+    assert not engine.drafting_pays([hopeless] * 4)
+    assert engine.drafting_pays([sure] + [hopeless] * 3)
+    assert engine.drafting_pays([hopeless] * 6)  # the load has changed: a probe
+
+
+@pytest.mark.parametrize("rule", ["auto", "stale", "early-stop"])
+def test_padding_changes_no_output(rule, tmp_path):
+    prompts = [[5, 6, 7] * 9, [8], [9, 10] * 3]
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    model = str(random_checkpoint(tmp_path))
+    plain = Engine(model, max_num_seqs=4, max_model_len=200, num_speculative_tokens=0).generate(prompts, params)
+    padded = Engine(model, max_num_seqs=4, max_model_len=200, padded=True, budget_rule=rule)
+    assert [c.token_ids for c in padded.generate(prompts, params)] == [c.token_ids for c in plain]
+    assert padded.cost_table.padded
