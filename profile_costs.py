@@ -45,7 +45,7 @@ class CostTable:
 def interpolate(points: list[tuple[int, float]], last: int) -> np.ndarray:
     """Costs for 0 .. last from points (count, ms): never falling, linear in between, the overall slope past the end."""
     count, ms = np.array(points, dtype=float).T
-    ms = np.maximum.accumulate(ms)
+    ms = np.minimum.accumulate(ms[::-1])[::-1]  # noise only ever adds time, so a later, lower point is the truer one
     costs = np.interp(np.arange(last + 1), count, ms)
     if last > count[-1] and len(count) > 1:
         slope = (ms[-1] - ms[0]) / (count[-1] - count[0])
