@@ -45,8 +45,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) or a positive number")
+        if not 0 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) to 1e6")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}, allowed: 0 to 2**63 - 1")
         if self.max_tokens < 1:
@@ -152,6 +152,8 @@ class Engine:
             raise ValueError(
                 f"max_num_seqs is {max_num_seqs}, allowed: 1 to max_num_batched_tokens ({max_num_batched_tokens})"
             )
+        if profile_context_len < 0:
+            raise ValueError(f"profile_context_len is {profile_context_len}, allowed: 0 or more")
         if not Path(model).is_dir():
             raise ValueError(
                 f"model is {model!r}, allowed: a directory with config.json, tokenizer.json, model.safetensors"
@@ -188,7 +190,7 @@ class Engine:
             self.confidence = torch.ones(S, gamma)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.free_slots = list(range(S))[::-1]
+        self.free_slots: list[int] = []
         self.step_index = 0
         self.stats = Stats()
         self.cost_table = self.profile(model, dtype, min(profile_context_len, max_model_len - gamma - 2))
@@ -375,7 +377,8 @@ class Engine:
             self.make_request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, all_params, strict=True))
         ]
         self.stats = Stats(reached=np.zeros(self.gamma), accepted=np.zeros(self.gamma))
-        self.waiting.extend(requests)
+        self.waiting, self.running = deque(requests), []  # whatever an interrupted call has left is gone
+        self.free_slots = list(range(self.max_num_seqs))[::-1]
         start = time.perf_counter()
         while self.waiting or self.running:
             record = self.step()
