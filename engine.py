@@ -48,8 +48,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) or a positive number")
+        if not 0 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) to 1e6")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}, allowed: 0 to 2**63 - 1")
         if self.max_tokens < 1:
@@ -163,6 +163,8 @@ class Engine:
             )
         if budget_rule not in BUDGET_RULES:
             raise ValueError(f"budget_rule is {budget_rule!r}, allowed: {', '.join(BUDGET_RULES)}")
+        if profile_context_len < 0:
+            raise ValueError(f"profile_context_len is {profile_context_len}, allowed: 0 or more")
         if not Path(model).is_dir():
             raise ValueError(
                 f"model is {model!r}, allowed: a directory with config.json, tokenizer.json, model.safetensors"
@@ -206,7 +208,7 @@ class Engine:
             self.confidence = torch.ones(S, gamma)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.free_slots = list(range(max_num_seqs))[::-1]
+        self.free_slots: list[int] = []
         self.step_index = 0
         self.stats = Stats()
         self.typical_survival = np.ones(gamma)  # running mean over requests; what a new one is taken for
@@ -438,7 +440,8 @@ class Engine:
         ]
         self.stats = Stats(reached=np.zeros(self.gamma), accepted=np.zeros(self.gamma))
         self.concurrency = concurrency or self.max_num_seqs
-        self.waiting.extend(requests)
+        self.waiting, self.running = deque(requests), []  # whatever an interrupted call has left is gone
+        self.free_slots = list(range(self.max_num_seqs))[::-1]
         start = time.perf_counter()
         while self.waiting or self.running:
             record = self.step()

@@ -1,7 +1,10 @@
 """Distributions after temperature, draws from them, and the counter-based random numbers that drive every draw.
 
-A random number is a pure function of (seed, request, position, purpose): a request's output does not depend on who
-shares the batch, and no generator state has to be kept, copied or rolled back.
+A random number is a pure function of (seed, request, anchor position, purpose), so no generator state has to be kept,
+copied or rolled back, and neighbours in the batch cannot disturb it. With a fixed draft length a request's output is
+therefore the same alone and in company. With adaptive verification at a temperature above 0 it is not: the company, and
+the measured costs, decide how many drafts are verified, so the anchors and the numbers drawn there move. Its distribution
+is the target's either way.
 """
 
 import torch
@@ -40,7 +43,8 @@ def distribution(logits: Tensor, temperature: Tensor) -> Tensor:
     """logits [..., V], temperature [...] -> probabilities [..., V] in float32; one-hot at the maximum for temperature 0."""
     greedy = F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     safe = torch.where(temperature > 0, temperature, 1.0)[..., None]
-    return torch.where(temperature[..., None] > 0, (logits.float() / safe).softmax(-1), greedy)
+    below_best = logits.float() - logits.float().amax(-1, keepdim=True)  # <= 0: a tiny temperature cannot overflow it
+    return torch.where(temperature[..., None] > 0, (below_best / safe).softmax(-1), greedy)
 
 
 def sample(weights: Tensor, u: Tensor) -> Tensor:

@@ -18,11 +18,12 @@ from sampling import ACCEPT, FINAL, distribution, sample, uniform
 def admit(survival: Tensor, limit: Tensor, budget: int) -> Tensor:
     """Admit the `budget` best draft slots of all requests. Ties go to the earlier position, then the earlier request.
 
-    survival [R, gamma], not rising along a row; limit [R]: how many drafts of each request may be verified at all;
+    survival [R, gamma], not rising along a row (a rise by rounding is levelled); limit [R]: how many drafts of each request may be verified at all;
     budget <= limit.sum(). Returns admitted [R]: a prefix length per request, summing to the budget.
     """
     R, gamma = survival.shape
     slot = torch.arange(gamma, device=survival.device)
+    survival = survival.cummin(1).values
     score = torch.where(slot < limit[:, None], survival, -1.0).T.flatten()  # position-major: a stable sort breaks ties
     best = score.argsort(descending=True, stable=True)[:budget]
     return torch.zeros(R, dtype=torch.int64, device=survival.device).index_add_(0, best % R, torch.ones_like(best))

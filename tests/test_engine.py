@@ -103,6 +103,20 @@ def test_a_reused_slot_starts_afresh(prompts, plain):
     assert sorted(engine.free_slots) == [0, 1] and not engine.running and not engine.waiting
 
 
+def test_an_interrupted_call_leaves_nothing_behind(prompts, plain):
+    """Requests left over would share their random numbers with the next call's: admission would peek through them."""
+    engine = make_engine(max_num_seqs=2)
+
+    def interrupt(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts[:6], GREEDY, interrupt)
+    records = []
+    assert engine.generate([prompts[0]], GREEDY, records.append)[0].token_ids == plain[0]
+    assert all(len(record["requests"]) <= 1 for record in records)
+
+
 def test_max_model_len_ends_the_output(prompts, plain):
     engine = make_engine(max_model_len=100)
     prompt = prompts[7]

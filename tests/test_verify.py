@@ -132,6 +132,14 @@ def test_greedy_accepts_exactly_the_argmax():
     ]
 
 
+def test_extreme_temperatures():
+    logits = torch.tensor([[3.0, 5.0, 5.0, -40.0]]) * 10
+    for cold in (1e-3, 1e-30, 1e-40):
+        p = distribution(logits, torch.tensor([cold]))
+        torch.testing.assert_close(p, torch.tensor([[0.0, 0.5, 0.5, 0.0]]))
+    torch.testing.assert_close(distribution(logits, torch.tensor([1e6])), torch.full((1, 4), 0.25), atol=1e-3, rtol=0)
+
+
 def test_an_equal_draft_distribution_is_always_accepted():
     torch.manual_seed(0)
     p_logits = torch.randn(GAMMA + 1, V)
