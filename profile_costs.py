@@ -41,7 +41,7 @@ class CostTable:
             if counts != sorted(set(counts)) or (counts and counts[0] < 1):
                 raise ValueError(f"cost table: {name} counts must rise from 1 or more, got {counts}")
         costs = [ms for _, ms in self.verify_points]
-        if self.verify_points[-1][0] >= 16 and max(costs) < 1.05 * costs[0]:
+        if self.verify_points[-1][0] >= 16 and costs[-1] < 1.05 * min(costs):
             raise ValueError(f"cost table: verify costs are flat, {self.verify_points}")
 
     def verify_ms(self, max_tokens: int) -> np.ndarray:
