@@ -355,6 +355,30 @@ def train_target(out: Path, minutes: float, batch: int) -> None:
             target.train()
 
 
+def generated_text(out: Path, batches: int = 4, width: int = 256) -> np.ndarray:
+    """Sequences [batches * width, SEQUENCE + 1] that the target itself wrote after short openings from the corpus.
+
+    The drafter will follow the target's own text, not the corpus; a quarter of it is greedy. Made once per `out`.
+    """
+    path = out / "generated.npy"
+    if not path.exists():
+        from engine import Engine, SamplingParams
+
+        train, rng = load_corpus(out), np.random.default_rng(0)
+        engine = Engine(str(out / "target"), 0, max_num_seqs=width, max_model_len=SEQUENCE + 2, profile_context_len=0)
+        prompts, params = [], []
+        for i in range(batches * width):
+            start, length = rng.integers(len(train) - 64), rng.integers(1, 48)
+            prompts.append([CONFIG["bos_token_id"], *train[start : start + length].tolist()])
+            temperature = 0.0 if i % 4 == 0 else 1.0
+            params.append(SamplingParams(temperature, max_tokens=SEQUENCE + 1 - len(prompts[-1]), ignore_eos=True))
+        completions = engine.generate(prompts, params)
+        sequences = [c.prompt_token_ids + c.token_ids for c in completions]
+        np.save(path, np.array(sequences, dtype=np.uint16))
+        print(f"the target wrote {engine.stats.output_tokens:,} tokens in {engine.stats.wall_s:.0f} s", flush=True)
+    return np.load(path)
+
+
 def block_losses(
     drafter: Drafter, taps: Tensor, logits: Tensor, tokens: Tensor, slot: Tensor, anchor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -372,13 +396,13 @@ def block_losses(
     where = slot[:, None], anchor[:, None] + torch.arange(gamma)
     cross_entropy = -log_q.gather(2, tokens[where[0], where[1] + 1][..., None])[..., 0]
     distance = (log_q.exp() - logits[where].softmax(-1)).abs().sum(-1)
-    confidence = drafter.confidence_head(hidden.detach(), markov.detach())  # so that it cannot disturb the drafts
+    confidence = drafter.confidence_head(hidden, markov)
     return cross_entropy, distance, confidence, 1 - distance.detach() / 2
 
 
 def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
     """DSpark training (arXiv 2607.05147): the target frozen, `anchors` blocks inside every sequence."""
-    train = load_corpus(out)
+    train, generated = load_corpus(out), generated_text(out)
     target, _ = load_checkpoint(out / "target", torch.bfloat16)
     config = target.config
     drafter = Drafter(config, CONFIG["num_nextn_predict_layers"], target)
@@ -408,7 +432,8 @@ def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
     last, saved, average = None, elapsed, None
     while elapsed < minutes * 60:
         rng = np.random.default_rng(10**6 + step)
-        tokens = sample_sequences(train, batch, rng)
+        own = torch.from_numpy(generated[rng.integers(0, len(generated), batch // 2)].astype(np.int64))
+        tokens = torch.cat([sample_sequences(train, batch - len(own), rng), own])
         target.allocate_cache(batch, SEQUENCE, SEQUENCE)
         drafter.allocate_cache(batch, SEQUENCE, SEQUENCE)
         with torch.no_grad():
@@ -533,8 +558,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for stage in ("target", "drafter", "calibrate", "evaluate"):
         parser.add_argument(f"--{stage}", action="store_true")
-    parser.add_argument("--target-minutes", type=float, default=60)
-    parser.add_argument("--drafter-minutes", type=float, default=25)
+    parser.add_argument("--target-minutes", type=float, default=62)
+    parser.add_argument("--drafter-minutes", type=float, default=35)
     parser.add_argument("--out", type=Path, default=Path("build"), help="working directory (default: build)")
     args = parser.parse_args()
     if not (args.target or args.drafter or args.calibrate or args.evaluate):

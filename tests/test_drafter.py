@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from checkpoints import random_checkpoint
+from random_checkpoints import random_checkpoint
 from safetensors.torch import load_file
 
 from drafter import expected_calibration_error, fit_calibration

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints import random_checkpoint
+from random_checkpoints import random_checkpoint
 
 from engine import DEFAULT_MODEL, Engine, SamplingParams
 from train import held_out_prompts
@@ -12,9 +12,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def prompts():
-    """36 held-out prompts of 1 to 100 tokens, so that windows are still filling for some and have wrapped for others."""
+    """32 held-out prompts of 1 to 100 tokens, so that windows are still filling for some and have wrapped for others."""
     lengths = [1, 2, 3, 5, 8, 17, 33, 48, 64, 65, 80, 100]
-    return [held_out_prompts(1, seed=i, length=lengths[i % len(lengths)])[0] for i in range(36)]
+    return [held_out_prompts(1, seed=i, length=lengths[i % len(lengths)])[0] for i in range(32)]
 
 
 def make_engine(**options):
@@ -29,21 +29,22 @@ def plain(prompts):
 
 
 POLICIES = {"adaptive": {}} | {
-    f"fixed-{k}": {"adaptive_verification": False, "num_speculative_tokens": k} for k in range(1, 8)
+    f"fixed-{k}": {"adaptive_verification": False, "num_speculative_tokens": k} for k in range(1, 6)
 }
 
 
+@pytest.mark.parametrize("at_once", [1, 8])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_greedy_output_does_not_depend_on_speculation(policy, prompts, plain):
-    engine = make_engine(**POLICIES[policy])
+def test_greedy_output_does_not_depend_on_speculation(policy, at_once, prompts, plain):
+    engine = make_engine(max_num_seqs=at_once, **POLICIES[policy])
     assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
     assert engine.stats.report()["mean_accepted_length"] > 1.2  # drafts were really verified and accepted
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "fixed-5"])
-def test_greedy_output_one_request_at_a_time(policy, prompts, plain):
-    engine = make_engine(max_num_seqs=1, **POLICIES[policy])
-    assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
+@pytest.mark.parametrize("policy", [{}, {"adaptive_verification": False}])
+def test_blocks_longer_than_those_of_the_training(policy, prompts, plain):
+    engine = make_engine(num_speculative_tokens=7, **policy)
+    assert [c.token_ids for c in engine.generate(prompts[:8], GREEDY)] == plain[:8]
 
 
 def test_greedy_output_without_speculation_eight_at_a_time(prompts, plain):
@@ -96,7 +97,7 @@ def test_eos_stops_unless_ignored(prompts, plain):
 
 
 def test_a_reused_slot_starts_afresh(prompts, plain):
-    """Two slots for 36 requests, sampled ones in between, then the same engine again."""
+    """Two slots for many requests, sampled ones in between, then the same engine again."""
     engine = make_engine(max_num_seqs=2)
     engine.generate(prompts[:10], SamplingParams(temperature=1.3, max_tokens=70))
     assert [c.token_ids for c in engine.generate(prompts[:12], GREEDY)] == plain[:12]
@@ -156,22 +157,20 @@ def test_sampled_tokens_follow_the_target(tmp_path):
                 logits, _ = engine.target(
                     torch.tensor([*prompt, a, b]), position * 0, position, torch.tensor([4, 5, 6])
                 )
-                p = logits.double().softmax(-1)
+                p = (logits.double() / 3).softmax(-1)
                 exact[a, b] = p[0, a] * p[1, b] * p[2]
     assert exact.sum().item() == pytest.approx(1)
-    params = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=3.0, max_tokens=3, ignore_eos=True)  # flat, so that many drafts are accepted
     completions = engine.generate([prompt] * 12_000, params)
-    assert engine.stats.report()["mean_accepted_length"] > 1.2
+    accepted, rejected = engine.stats.accepted.sum(), (engine.stats.reached - engine.stats.accepted).sum()
+    assert accepted > 1000 and rejected > 1000
     counts = torch.zeros(V, V, V, dtype=torch.float64)
     for c in completions:
         counts[tuple(c.token_ids)] += 1
     expected = exact * len(completions)
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
-    assert freedom > 20
-    assert statistic < freedom + 5.5 * (2 * freedom) ** 0.5 + 20  # beyond the 1e-6 quantile for any freedom here
+    assert expected.min() > 5
+    statistic, freedom = ((counts - expected) ** 2 / expected).sum().item(), V**3 - 1
+    assert statistic < freedom + 4.75 * (2 * freedom) ** 0.5 + 15  # the quantile of 1 - 1e-6, about
 
 
 def test_trace_records_are_consistent(prompts):

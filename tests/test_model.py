@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints import random_checkpoint
+from random_checkpoints import random_checkpoint
 from transformers import AutoModelForCausalLM
 
 from weights import load_checkpoint

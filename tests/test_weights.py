@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints import random_checkpoint
+from random_checkpoints import random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, SamplingParams
