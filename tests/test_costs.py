@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from checkpoints import random_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_checkpoints import random_checkpoint
 
 from engine import Engine, SamplingParams
 from profile_costs import CostTable, padding_grid
