@@ -5,6 +5,7 @@ import torch
 from random_checkpoints import random_checkpoint
 
 from engine import DEFAULT_MODEL, Engine, SamplingParams
+from profile_costs import CostTable
 from train import held_out_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
@@ -17,8 +18,17 @@ def prompts():
     return [held_out_prompts(1, seed=i, length=lengths[i % len(lengths)])[0] for i in range(32)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cost_table(tmp_path_factory):
+    """Costs as a laptop has them, so that the adaptive policy decides the same on every machine, however busy."""
+    meta = {"device": "cpu", "dtype": "float32", "model": DEFAULT_MODEL, "mode": "eager", "context_len": 64}
+    path = tmp_path_factory.mktemp("costs") / "table.json"
+    CostTable(meta, [(1, 1.5), (8, 3.0)], [(1, 10.0), (8, 11.0), (48, 30.0)]).save(path)
+    make_engine.cost_table = str(path)
+
+
 def make_engine(**options):
-    return Engine(DEFAULT_MODEL, **{"max_num_seqs": 8, "profile_context_len": 64} | options)
+    return Engine(DEFAULT_MODEL, **{"max_num_seqs": 8, "cost_table": make_engine.cost_table} | options)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +38,7 @@ def plain(prompts):
     return [c.token_ids for c in engine.generate(prompts, GREEDY)]
 
 
-POLICIES = {"adaptive": {}} | {
+POLICIES = {"early-stop": {"budget_rule": "early-stop"}, "stale": {"budget_rule": "stale"}} | {
     f"fixed-{k}": {"adaptive_verification": False, "num_speculative_tokens": k} for k in range(1, 6)
 }
 
