@@ -551,6 +551,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--budget-rule", choices=BUDGET_RULES, default="auto")
+    parser.add_argument("--cost-table", metavar="FILE", help="a table saved by profile_costs.py, instead of measuring")
     parser.add_argument("--profile-context-len", type=int, default=8192, metavar="N")
     parser.add_argument(
         "--output-json", metavar="FILE", help="one object per request, then the statistics; - for standard output"

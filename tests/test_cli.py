@@ -73,6 +73,9 @@ def test_several_prompts_are_printed_whole():
         (["--dtype", "int8"], "int8"),
         (["--prompts-file", "/nowhere"], "/nowhere"),
         (["--output-json", "/nowhere/file"], "/nowhere/file"),
+        (["--cost-table", "/nowhere"], "/nowhere"),
+        (["--budget-rule", "best"], "best"),
+        (["--profile-context-len", "-1"], "-1"),
         (["--unknown"], "--unknown"),
     ],
 )
