@@ -538,7 +538,7 @@ def evaluate() -> None:
     for temperature in (1.0, 0.0):
         confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=2), temperature)
         print(f"temperature {temperature}, {len(accepted)} blocks generated from held-out prompts, all drafts verified")
-        print(f"  mean accepted length  {engine.stats.report()['mean_accepted_length']:.2f}")
+        print(f"  mean accepted length    {engine.stats.report()['mean_accepted_length']:.2f}")
         survival, slots = confidence.cumprod(1), range(engine.gamma)
         reached = [accepted >= k for k in slots]
         rows = {
@@ -547,7 +547,7 @@ def evaluate() -> None:
             "ECE of survival": [expected_calibration_error(survival[:, k], accepted > k) for k in slots],
         }
         for name, values in rows.items():
-            print(f"  {name:22}" + " ".join(f"{v:.3f}" for v in values))
+            print(f"  {name:24}" + " ".join(f"{v:.3f}" for v in values))
         every = torch.cat([accepted > k for k in slots])
         print(
             f"  ECE of survival, all positions together {expected_calibration_error(survival.T.flatten(), every):.3f}"
