@@ -43,10 +43,8 @@ POLICIES = {"early-stop": {"budget_rule": "early-stop"}, "stale": {"budget_rule"
 }
 
 
-# Eight at a time under every policy, one at a time under a selection: the rest would cost a minute and a half.
-@pytest.mark.parametrize(
-    ("policy", "at_once"), [(p, 8) for p in POLICIES] + [(p, 1) for p in ("early-stop", "stale", "fixed-1", "fixed-5")]
-)
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_greedy_output_does_not_depend_on_speculation(policy, at_once, prompts, plain):
     engine = make_engine(max_num_seqs=at_once, **POLICIES[policy])
     assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
@@ -150,15 +148,25 @@ def test_seeded_sampling_repeats_and_depends_on_the_seed(prompts):
     assert outputs(1, 8) != first
 
 
-def test_sampled_tokens_follow_the_target(tmp_path):
+@pytest.mark.parametrize("rule", ["early-stop", "stale"])
+def test_sampled_tokens_follow_the_target(rule, tmp_path):
     """First three tokens of a small random model against its exact joint distribution (chi-square, p < 1e-6).
 
     Drafts of a random drafter are accepted in part, so all of acceptance, residual and bonus are exercised.
     """
     model = random_checkpoint(tmp_path, vocab_size=6, hc_sinkhorn_iters=2, num_hidden_layers=2, num_hash_layers=1,
                               compress_ratios=[0, 4, 0], dspark_target_layer_ids=[0, 1], num_stages=1)  # fmt: skip
+    meta = {"device": "cpu", "dtype": "float32", "model": str(model), "mode": "eager", "context_len": 8}
+    table = CostTable(meta, [(1, 0.1), (256, 1.0)], [(1, 10.0), (256, 20.0), (768, 24.0)])
+    table.save(tmp_path / "table.json")
     engine = Engine(
-        str(model), max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=32, num_speculative_tokens=2
+        str(model),
+        num_speculative_tokens=2,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        max_model_len=32,
+        budget_rule=rule,
+        cost_table=str(tmp_path / "table.json"),
     )
     prompt, V = [3, 4, 5, 3, 4], 6
     exact = torch.zeros(V, V, V, dtype=torch.float64)
