@@ -39,7 +39,7 @@ def test_transformers_reads_it_and_agrees_on_logits(monkeypatch):
     with torch.inference_mode():
         actual, _ = engine.target(prompt[0], position * 0, position, position)
     expected = reference_logits(DEFAULT_MODEL, prompt)[0]  # asserts: no missing and no unexpected key
-    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
 def test_greedy_continuation_is_that_of_transformers():
