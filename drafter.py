@@ -12,7 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Attention, Block, Config, HyperHead, RMSNorm, Transformer, attend, linear, rope_frequencies
+from model import (
+    Attention,
+    Block,
+    Config,
+    HyperHead,
+    RMSNorm,
+    Rope,
+    Transformer,
+    attend,
+    linear,
+    rope_factors,
+    rope_frequencies,
+)
 from sampling import distribution, sample
 
 
@@ -21,13 +33,13 @@ class BlockContext(NamedTuple):
 
     seq_slot: Tensor  # [R, 1]
     context_position: Tensor  # [R, W] the last sliding_window positions before each block
-    rope: tuple[Tensor, Tensor]  # cos, sin of the block's own positions, [R * G, rope_dim / 2]
+    rope: Rope  # of the block's own positions, [R * G]
 
 
 class BlockAttention(Attention):
     """All queries of a block see the same keys: the context before the block, and the whole block in both directions."""
 
-    def store(self, main_x: Tensor, seq_slot: Tensor, position: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+    def store(self, main_x: Tensor, seq_slot: Tensor, position: Tensor, rope: Rope) -> None:
         self.window_kv[seq_slot, position % self.window_kv.shape[1]] = self.keys(main_x, rope)
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
@@ -87,9 +99,8 @@ class Drafter(nn.Module):
         for stage in self.stages:
             stage.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
 
-    def rope(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        angle = position.flatten()[:, None] * self.frequencies
-        return angle.cos(), angle.sin()
+    def rope(self, position: Tensor) -> Rope:
+        return rope_factors(position.flatten(), self.frequencies, self.config.head_dim)
 
     def store(self, taps: Tensor, seq_slot: Tensor, position: Tensor) -> None:
         """Turn the target's taps [T, n_taps * hidden] at (seq_slot, position) [T] into context keys of every stage."""

@@ -82,33 +82,65 @@ class Config:
         return config
 
 
+class Rope(NamedTuple):
+    """Factors for `rotate` at T positions, [T, width]; the channels in front, which are not rotated, have cos 1, sin 0."""
+
+    cos: Tensor
+    sin: Tensor  # with the sign that each channel's partner takes: -, +, -, +, ...
+
+
+class Closing(NamedTuple):
+    """What every compressor of one ratio needs to know about a step's T tokens and the C that close a window.
+
+    Where shapes must be static all T tokens count as closing, and those that do not write to the scratch entry.
+    """
+
+    ring_row: Tensor  # [T] where each token's raw state goes
+    phase: Tensor  # [T] position % ratio
+    slot: Tensor  # [C, 1]
+    source: Tensor  # [C, overlap * ratio] state rows that an entry is made of
+    part: Tensor  # [overlap * ratio] channel group to take from each: 0 for the window before, the last for this one
+    missing: Tensor  # [C, overlap * ratio, 1] before the first position
+    entry: Tensor  # [C] the entry to write
+    rope: Rope  # of the entries, [C, width]
+
+
 class Step(NamedTuple):
     """What all layers need to know about the T tokens of one forward. N = T / group groups share their key fetch."""
 
     token: Tensor  # [T]
     seq_slot: Tensor  # [T]
     position: Tensor  # [T]
-    rope: dict[bool, tuple[Tensor, Tensor]]  # compressed layer? -> cos, sin of each position, [T, rope_dim / 2]
+    rope: dict[bool, Rope]  # compressed layer? -> of each position
     group_slot: Tensor  # [N, 1]
-    window_position: Tensor  # [N, K] positions a group fetches from the window ring
+    ring_row: Tensor  # [T] row of each token in the window ring
+    window_row: Tensor  # [N, K] rows that a group fetches from the window ring
     window_visible: Tensor  # [N, group, K]
-    closing: dict[int, Tensor]  # ratio -> indices of the tokens that close a window of that ratio
+    closing: dict[int, Closing]  # by ratio
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32, cast back once."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+    """Root-mean-square norm over the last dimension, in float32, cast back once. (F.rms_norm takes 2.5 times as long.)"""
+    y = x.float()
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (y if weight is None else y * weight).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on interleaved pairs of the last 2 * cos.shape[-1] channels. x [T, ..., d], cos and sin [T, rope_dim / 2]."""
-    half = cos.shape[-1]
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (half,)
-    cos, sin = cos.view(shape), sin.view(shape)
-    plain, pairs = x.split([x.shape[-1] - 2 * half, 2 * half], dim=-1)
-    even, odd = pairs.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-    return torch.cat([plain, rotated.to(x.dtype)], dim=-1)
+def rope_factors(position: Tensor, frequencies: Tensor, width: int) -> Rope:
+    """position [T], frequencies [rope_dim / 2] -> factors for vectors of up to `width` channels."""
+    angle = position[:, None] * frequencies
+    cos, sin, front = angle.cos(), angle.sin(), (width - 2 * len(frequencies), 0)
+    cos, sin = (torch.stack(pair, dim=-1).flatten(1) for pair in ((cos, cos), (-sin, sin)))
+    return Rope(F.pad(cos, front, value=1.0), F.pad(sin, front))
+
+
+def rotate(x: Tensor, rope: Rope, back: bool = False) -> Tensor:
+    """RoPE on interleaved pairs of the last channels, those that have a sine. x [T, ..., d]."""
+    shape = (len(x), *(1,) * (x.dim() - 2), x.shape[-1])
+    cos, sin = (factor[:, -x.shape[-1] :].view(shape) for factor in rope)
+    y = x.float()
+    partner = y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(y * cos, partner, sin, value=-1 if back else 1).to(x.dtype)
 
 
 def rope_frequencies(config: Config, compressed: bool) -> Tensor:
@@ -170,40 +202,27 @@ class Compressor(nn.Module):
         self.wgate = linear(config.hidden_size, self.overlap * width)
         self.ape = nn.Parameter(torch.zeros(ratio, self.overlap * width, dtype=torch.float32))
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.register_buffer("frequencies", rope_frequencies(config, True), persistent=False)
 
     def allocate(self, num_slots: int, max_len: int, max_chunk: int, device, dtype):
-        channels, ring = self.overlap * self.width, self.overlap * self.ratio + max_chunk
+        ring = self.overlap * self.ratio + max_chunk
         for name, shape, kind in (
-            ("state_kv", (num_slots, ring, channels), dtype),
-            ("state_gate", (num_slots, ring, channels), torch.float32),
+            ("state_kv", (num_slots, ring, self.overlap, self.width), dtype),
+            ("state_gate", (num_slots, ring, self.overlap, self.width), torch.float32),
             ("entries", (num_slots, max_len // self.ratio + 1, self.width), dtype),  # the last one is scratch
         ):
             self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
 
     def forward(self, x: Tensor, step: Step) -> None:
         """Store the T tokens' projections and every entry that one of them closes. x [T, hidden]."""
-        ring = self.state_kv.shape[1]
-        row = step.position % ring
-        self.state_kv[step.seq_slot, row] = self.wkv(x)
-        self.state_gate[step.seq_slot, row] = self.wgate(x).float() + self.ape[step.position % self.ratio]
-
-        closing = step.closing[self.ratio]  # [C]; where shapes are static it is all tokens, most of them not closing
-        slot, position = step.seq_slot[closing, None], step.position[closing, None]
-        back = torch.arange(self.overlap * self.ratio - 1, -1, -1, device=x.device)
-        source = position - back  # [C, overlap * ratio]
-        kv = self.state_kv[slot, source % ring]
-        gate = self.state_gate[slot, source % ring].masked_fill((source < 0)[..., None], -torch.inf)
-        if self.overlap == 2:  # first half of the channels from the window before, second half from this one
-            half = torch.arange(2 * self.ratio, device=x.device).view(1, -1, 1) < self.ratio
-            kv = torch.where(half, kv[..., : self.width], kv[..., self.width :])
-            gate = torch.where(half, gate[..., : self.width], gate[..., self.width :])
-        entry = self.norm((gate.softmax(1).to(kv.dtype) * kv).sum(1))  # [C, width]
-        window = position[:, 0] // self.ratio
-        angle = (window * self.ratio)[:, None] * self.frequencies
-        closes = position[:, 0] % self.ratio == self.ratio - 1
-        row = torch.where(closes, window, self.entries.shape[1] - 1)
-        self.entries[slot[:, 0], row] = rotate(entry, angle.cos(), angle.sin())
+        closing, parts = step.closing[self.ratio], (-1, self.overlap, self.width)
+        self.state_kv[step.seq_slot, closing.ring_row] = self.wkv(x).view(parts)
+        self.state_gate[step.seq_slot, closing.ring_row] = (self.wgate(x) + self.ape[closing.phase]).view(parts)
+        if not len(closing.entry):
+            return
+        kv = self.state_kv[closing.slot, closing.source, closing.part]  # [C, overlap * ratio, width]
+        gate = self.state_gate[closing.slot, closing.source, closing.part].masked_fill(closing.missing, -torch.inf)
+        entry = self.norm((gate.softmax(1).to(kv.dtype) * kv).sum(1))
+        self.entries[closing.slot[:, 0], closing.entry] = rotate(entry, closing.rope)
 
 
 class Indexer(nn.Module):
@@ -220,7 +239,7 @@ class Indexer(nn.Module):
         """x [T, hidden], q_latent [T, q_lora_rank] -> scores [N, group, E] in float32, of every entry, visible or not."""
         self.compressor(x, step)
         N, G = step.window_visible.shape[:2]
-        q = rotate(self.wq_b(q_latent).view(-1, self.heads, self.dim), *step.rope[True])
+        q = rotate(self.wq_b(q_latent).view(-1, self.heads, self.dim), step.rope[True])
         keys = self.compressor.entries[step.group_slot[:, 0], :-1]  # [N, E, dim]
         scores = (q.view(N, G * self.heads, self.dim) @ keys.transpose(1, 2)).float().relu() * self.dim**-0.5
         weight = self.weights_proj(x).float() * self.heads**-0.5
@@ -256,20 +275,20 @@ class Attention(nn.Module):
         if self.ratio == 4:
             self.indexer.compressor.allocate(num_slots, max_len, max_chunk, device, dtype)
 
-    def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def queries(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> q [T, H, d] after norm and RoPE, and the latent [T, q_lora_rank] that the indexer shares."""
         q_latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(q_latent).view(-1, self.config.num_attention_heads, self.config.head_dim)
-        return rotate(rms_norm(q, self.config.rms_norm_eps), *rope), q_latent
+        return rotate(rms_norm(q, self.config.rms_norm_eps), rope), q_latent
 
-    def keys(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def keys(self, x: Tensor, rope: Rope) -> Tensor:
         """x [T, hidden] -> kv [T, d], key and value at once."""
-        return rotate(self.kv_norm(self.wkv(x)), *rope)
+        return rotate(self.kv_norm(self.wkv(x)), rope)
 
-    def output(self, out: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def output(self, out: Tensor, rope: Rope) -> Tensor:
         """out [T, H, d] -> [T, hidden]: rotate back at the query's position, then project, heads in groups."""
         groups = self.config.o_groups
-        out = rotate(out, rope[0], -rope[1]).reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, .]
+        out = rotate(out, rope, back=True).reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, .]
         latent = out @ self.wo_a.weight.view(groups, self.config.o_lora_rank, -1).transpose(1, 2)
         return self.wo_b(latent.transpose(0, 1).flatten(1))
 
@@ -278,37 +297,35 @@ class Attention(nn.Module):
         N, G = step.window_visible.shape[:2]
         rope = step.rope[self.ratio > 0]
         q, q_latent = self.queries(x, rope)
-        ring = self.window_kv.shape[1]
-        self.window_kv[step.seq_slot, step.position % ring] = self.keys(x, rope)
-        keys = self.window_kv[step.group_slot, step.window_position % ring]  # [N, K, d]
+        self.window_kv[step.seq_slot, step.ring_row] = self.keys(x, rope)
+        keys = self.window_kv[step.group_slot, step.window_row]  # [N, K, d]
         visible = step.window_visible
         if self.ratio:
             self.compressor(x, step)
-            scores = self.indexer(x.detach(), q_latent.detach(), step) if self.ratio == 4 else None
+            choosing = self.ratio == 4 and self.config.index_topk < self.compressor.entries.shape[1] - 1
+            scores = self.indexer(x.detach(), q_latent.detach(), step) if choosing else None
             entries, entry_visible = self.select_entries(scores, step)
             keys, visible = torch.cat([keys, entries], dim=1), torch.cat([visible, entry_visible], dim=2)
         out, weights = attend(q.view(N, G, *q.shape[1:]), keys, visible, self.attn_sink)
-        if self.training and self.ratio == 4:
+        if self.training and choosing:
             self.indexer_loss = indexer_loss(scores, weights[..., -scores.shape[2] :], entry_visible)
         return self.output(out.view(q.shape), rope)
 
     def select_entries(self, scores: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """Compressed entries [N, E', d] and who sees them [N, group, E']: w < (position + 1) // ratio, if ratio 4 the top k.
+        """Compressed entries [N, E', d] and who sees them [N, group, E']: w < (position + 1) // ratio, with scores the top k.
 
         A query alone in its group fetches just its top k. Queries that share a group fetch every entry and mask.
         """
         entries, (N, G) = self.compressor.entries, step.window_visible.shape[:2]
-        num_entries = entries.shape[1] - 1
         closed = ((step.position + 1) // self.ratio).view(N, G, 1)
-        row = torch.arange(num_entries, device=entries.device)
-        top_k = self.config.index_topk
-        if self.ratio == 4 and top_k < num_entries:
-            best = scores.masked_fill(row >= closed, -torch.inf).topk(top_k, sorted=False).indices  # [N, G, k]
-            if G == 1:
-                return entries[step.group_slot, best[:, 0]], best < closed
-            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
-            return entries[step.group_slot[:, 0], :-1], chosen & (row < closed)
-        return entries[step.group_slot[:, 0], :-1], row < closed
+        row = torch.arange(entries.shape[1] - 1, device=entries.device)
+        if scores is None:
+            return entries[step.group_slot[:, 0], :-1], row < closed
+        best = scores.masked_fill(row >= closed, -torch.inf).topk(self.config.index_topk, sorted=False).indices
+        if G == 1:
+            return entries[step.group_slot, best[:, 0]], best < closed
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
+        return entries[step.group_slot[:, 0], :-1], chosen & (row < closed)
 
 
 def indexer_loss(scores: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
@@ -436,17 +453,18 @@ class HyperConnection(HyperMix):
     """Manifold-constrained hyper-connection around one sub-layer: hc_mult streams in, one vector through, streams out."""
 
     def __init__(self, config: Config):
-        super().__init__(config, (2 + config.hc_mult) * config.hc_mult, 3)
+        hc = config.hc_mult
+        super().__init__(config, 2 * hc + hc * hc, 3)
+        scale_of = torch.tensor([0] * hc + [1] * hc + [2] * hc * hc)  # which of the three scales each output takes
+        self.register_buffer("scale_of", scale_of, persistent=False)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """streams [T, hc, hidden] -> sub-layer input [T, hidden], post [T, hc], comb [T, hc, hc] (float32)."""
         hc, eps = self.config.hc_mult, self.config.hc_eps
-        pre, post, comb = self.mix(streams).split([hc, hc, hc * hc], dim=-1)
-        base_pre, base_post, base_comb = self.base.split([hc, hc, hc * hc])
-        pre = (pre * self.scale[0] + base_pre).sigmoid() + eps
-        post = 2 * (post * self.scale[1] + base_post).sigmoid()
-        comb = (comb * self.scale[2] + base_comb).unflatten(-1, (hc, hc))
-        return collapse(streams, pre), post, sinkhorn(comb, self.config.hc_sinkhorn_iters, eps)
+        gates, comb = torch.addcmul(self.base, self.mix(streams), self.scale[self.scale_of]).split([2 * hc, hc * hc], 1)
+        pre, post = gates.sigmoid().chunk(2, dim=1)
+        comb = sinkhorn(comb.view(-1, hc, hc), self.config.hc_sinkhorn_iters, eps)
+        return collapse(streams, pre + eps), 2 * post, comb
 
 
 class HyperHead(HyperMix):
@@ -511,30 +529,47 @@ class Transformer(nn.Module):
 
         max_chunk: the most tokens one sequence may have in one step; it sizes the rings, see Attention and Compressor.
         """
+        self.max_len, self.max_chunk = max_len, max_chunk
         for layer in self.layers:
             layer.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
 
     def prepare(self, token: Tensor, seq_slot: Tensor, position: Tensor, group: int) -> Step:
-        first = position.view(-1, group)[:, :1]
-        window_position = first + torch.arange(1 - self.config.sliding_window, group, device=position.device)  # [N, K]
+        window, ring = self.config.sliding_window, self.config.sliding_window + self.max_chunk
+        window_position = position[::group, None] + torch.arange(1 - window, group, device=position.device)  # [N, K]
         query, key = position.view(-1, group, 1), window_position[:, None]
-        angles = position[:, None] * self.frequencies, position[:, None] * self.frequencies_compressed
-        static_shapes = position.is_cuda
+        width = max(self.config.head_dim, self.config.index_head_dim)
         return Step(
             token,
             seq_slot,
             position,
-            rope={compressed: (angle.cos(), angle.sin()) for compressed, angle in zip((False, True), angles)},
-            group_slot=seq_slot.view(-1, group)[:, :1],
-            window_position=window_position,
-            window_visible=(key <= query) & (key > query - self.config.sliding_window) & (key >= 0),
+            rope={
+                False: rope_factors(position, self.frequencies, width),
+                True: rope_factors(position, self.frequencies_compressed, width),
+            },
+            group_slot=seq_slot[::group, None],
+            ring_row=position % ring,
+            window_row=window_position % ring,
+            window_visible=(key <= query) & (key > query - window) & (key >= 0),
             closing={
-                ratio: torch.arange(len(position), device=position.device)
-                if static_shapes
-                else (position % ratio == ratio - 1).nonzero()[:, 0]
-                for ratio in set(self.config.compress_ratios) - {0}
+                ratio: self.closing(seq_slot, position, ratio) for ratio in set(self.config.compress_ratios) - {0}
             },
         )
+
+    def closing(self, seq_slot: Tensor, position: Tensor, ratio: int) -> Closing:
+        overlap = 2 if ratio == 4 else 1
+        ring, phase = overlap * ratio + self.max_chunk, position % ratio
+        ring_row = position % ring
+        if not position.is_cuda:
+            last = (phase == ratio - 1).nonzero()[:, 0]
+            seq_slot, position = seq_slot[last], position[last]
+        back = torch.arange(overlap * ratio - 1, -1, -1, device=position.device)
+        source = position[:, None] - back
+        window = position // ratio
+        entry = torch.where(position % ratio == ratio - 1, window, self.max_len // ratio)
+        width = max(self.config.head_dim, self.config.index_head_dim)
+        rope = rope_factors(window * ratio, self.frequencies_compressed, width)
+        part = overlap - 1 - back // ratio
+        return Closing(ring_row, phase, seq_slot[:, None], source % ring, part, (source < 0)[..., None], entry, rope)
 
     def forward(
         self, token: Tensor, seq_slot: Tensor, position: Tensor, rows: Tensor, group: int = 1
