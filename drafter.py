@@ -40,14 +40,14 @@ class BlockAttention(Attention):
     """All queries of a block see the same keys: the context before the block, and the whole block in both directions."""
 
     def store(self, main_x: Tensor, seq_slot: Tensor, position: Tensor, rope: Rope) -> None:
-        self.window_kv[seq_slot, position % self.window_kv.shape[1]] = self.keys(main_x, rope)
+        self.kv_cache[seq_slot, position % self.ring] = self.keys(main_x, rope)
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """x [R * G, hidden] -> [R * G, hidden]."""
         R, W = context.context_position.shape
         q, _ = self.queries(x, context.rope)
         block_kv = self.keys(x, context.rope).view(R, -1, self.config.head_dim)
-        context_kv = self.window_kv[context.seq_slot, context.context_position % self.window_kv.shape[1]]
+        context_kv = self.kv_cache[context.seq_slot, context.context_position % self.ring]
         G = block_kv.shape[1]
         visible = F.pad(context.context_position >= 0, (0, G), value=True)[:, None].expand(R, G, W + G)
         out, _ = attend(q.view(R, G, *q.shape[1:]), torch.cat([context_kv, block_kv], 1), visible, self.attn_sink)

@@ -105,6 +105,13 @@ class Closing(NamedTuple):
     rope: Rope  # of the entries, [C, width]
 
 
+class Fetch(NamedTuple):
+    """The K cache rows that each of N groups reads, and which of them each of its queries may see."""
+
+    row: Tensor  # [N, K]
+    visible: Tensor  # [N, group, K]
+
+
 class Step(NamedTuple):
     """What all layers need to know about the T tokens of one forward. N = T / group groups share their key fetch."""
 
@@ -114,8 +121,8 @@ class Step(NamedTuple):
     rope: dict[bool, Rope]  # compressed layer? -> of each position
     group_slot: Tensor  # [N, 1]
     ring_row: Tensor  # [T] row of each token in the window ring
-    window_row: Tensor  # [N, K] rows that a group fetches from the window ring
-    window_visible: Tensor  # [N, group, K]
+    window: Fetch  # from the window ring
+    fetch: dict[int, Fetch]  # ratio -> the window and, where all of them are read, the compressed entries
     closing: dict[int, Closing]  # by ratio
 
 
@@ -188,6 +195,11 @@ def linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False)
 
 
+def num_entries(max_len: int, ratio: int) -> int:
+    """Compressed entries of a sequence of max_len positions."""
+    return max_len // ratio if ratio else 0
+
+
 class Compressor(nn.Module):
     """Pools `ratio` tokens into one cache entry, a gated sum per channel; ratio 4 also looks at the window before.
 
@@ -203,17 +215,16 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(torch.zeros(ratio, self.overlap * width, dtype=torch.float32))
         self.norm = RMSNorm(width, config.rms_norm_eps)
 
-    def allocate(self, num_slots: int, max_len: int, max_chunk: int, device, dtype):
+    def allocate(self, num_slots: int, max_chunk: int, device, dtype):
         ring = self.overlap * self.ratio + max_chunk
         for name, shape, kind in (
             ("state_kv", (num_slots, ring, self.overlap, self.width), dtype),
             ("state_gate", (num_slots, ring, self.overlap, self.width), torch.float32),
-            ("entries", (num_slots, max_len // self.ratio + 1, self.width), dtype),  # the last one is scratch
         ):
             self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
 
-    def forward(self, x: Tensor, step: Step) -> None:
-        """Store the T tokens' projections and every entry that one of them closes. x [T, hidden]."""
+    def forward(self, x: Tensor, step: Step, cache: Tensor, first_row: int) -> None:
+        """Store the T tokens' projections, and in cache[slot, first_row + entry] all entries that one of them closes."""
         closing, parts = step.closing[self.ratio], (-1, self.overlap, self.width)
         self.state_kv[step.seq_slot, closing.ring_row] = self.wkv(x).view(parts)
         self.state_gate[step.seq_slot, closing.ring_row] = (self.wgate(x) + self.ape[closing.phase]).view(parts)
@@ -222,7 +233,7 @@ class Compressor(nn.Module):
         kv = self.state_kv[closing.slot, closing.source, closing.part]  # [C, overlap * ratio, width]
         gate = self.state_gate[closing.slot, closing.source, closing.part].masked_fill(closing.missing, -torch.inf)
         entry = self.norm((gate.softmax(1).to(kv.dtype) * kv).sum(1))
-        self.entries[closing.slot[:, 0], closing.entry] = rotate(entry, closing.rope)
+        cache[closing.slot[:, 0], first_row + closing.entry] = rotate(entry, closing.rope)
 
 
 class Indexer(nn.Module):
@@ -235,19 +246,29 @@ class Indexer(nn.Module):
         self.weights_proj = linear(config.hidden_size, self.heads)
         self.compressor = Compressor(config, 4, self.dim)
 
+    def allocate(self, num_slots: int, max_len: int, max_chunk: int, device, dtype):
+        keys = torch.zeros(num_slots, num_entries(max_len, 4) + 1, self.dim, device=device, dtype=dtype)
+        self.register_buffer("keys", keys, persistent=False)  # the last one is scratch
+        self.compressor.allocate(num_slots, max_chunk, device, dtype)
+
     def forward(self, x: Tensor, q_latent: Tensor, step: Step) -> Tensor:
-        """x [T, hidden], q_latent [T, q_lora_rank] -> scores [N, group, E] in float32, of every entry, visible or not."""
-        self.compressor(x, step)
-        N, G = step.window_visible.shape[:2]
+        """x [T, hidden], q_latent [T, q_lora_rank] -> scores [N, group, E] in float32; those of no entry yet are -inf."""
+        self.compressor(x, step, self.keys, 0)
+        N, G = step.window.visible.shape[:2]
         q = rotate(self.wq_b(q_latent).view(-1, self.heads, self.dim), step.rope[True])
-        keys = self.compressor.entries[step.group_slot[:, 0], :-1]  # [N, E, dim]
+        keys = self.keys[step.group_slot[:, 0], :-1]  # [N, E, dim]
         scores = (q.view(N, G * self.heads, self.dim) @ keys.transpose(1, 2)).float().relu() * self.dim**-0.5
         weight = self.weights_proj(x).float() * self.heads**-0.5
-        return (scores.view(N, G, self.heads, -1) * weight.view(N, G, self.heads, 1)).sum(2)
+        scores = (scores.view(N, G, self.heads, -1) * weight.view(N, G, self.heads, 1)).sum(2)
+        closed = (step.position + 1).view(N, G, 1) // self.compressor.ratio
+        return scores.masked_fill(torch.arange(keys.shape[1], device=keys.device) >= closed, -torch.inf)
 
 
 class Attention(nn.Module):
-    """Multi-query attention over a window of recent positions and, with a ratio, compressed entries of all the past."""
+    """Multi-query attention over a window of recent positions and, with a ratio, compressed entries of all the past.
+
+    A slot of kv_cache holds the window ring, then the entries, then a scratch entry.
+    """
 
     def __init__(self, config: Config, ratio: int):
         super().__init__()
@@ -267,13 +288,15 @@ class Attention(nn.Module):
             self.indexer = Indexer(config)
 
     def allocate(self, num_slots: int, max_len: int, max_chunk: int, device, dtype):
-        ring = self.config.sliding_window + max_chunk
-        window_kv = torch.zeros(num_slots, ring, self.config.head_dim, device=device, dtype=dtype)
-        self.register_buffer("window_kv", window_kv, persistent=False)
+        self.ring = self.config.sliding_window + max_chunk
+        self.choosing = chooses(self.config, max_len, self.ratio)
+        rows = self.ring + num_entries(max_len, self.ratio) + 1
+        kv_cache = torch.zeros(num_slots, rows, self.config.head_dim, device=device, dtype=dtype)
+        self.register_buffer("kv_cache", kv_cache, persistent=False)
         if self.ratio:
-            self.compressor.allocate(num_slots, max_len, max_chunk, device, dtype)
-        if self.ratio == 4:
-            self.indexer.compressor.allocate(num_slots, max_len, max_chunk, device, dtype)
+            self.compressor.allocate(num_slots, max_chunk, device, dtype)
+        if self.choosing:
+            self.indexer.allocate(num_slots, max_len, max_chunk, device, dtype)
 
     def queries(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> q [T, H, d] after norm and RoPE, and the latent [T, q_lora_rank] that the indexer shares."""
@@ -294,38 +317,43 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Writes come before reads, so tokens of one step see each other."""
-        N, G = step.window_visible.shape[:2]
         rope = step.rope[self.ratio > 0]
         q, q_latent = self.queries(x, rope)
-        self.window_kv[step.seq_slot, step.ring_row] = self.keys(x, rope)
-        keys = self.window_kv[step.group_slot, step.window_row]  # [N, K, d]
-        visible = step.window_visible
+        self.kv_cache[step.seq_slot, step.ring_row] = self.keys(x, rope)
         if self.ratio:
-            self.compressor(x, step)
-            choosing = self.ratio == 4 and self.config.index_topk < self.compressor.entries.shape[1] - 1
-            scores = self.indexer(x.detach(), q_latent.detach(), step) if choosing else None
-            entries, entry_visible = self.select_entries(scores, step)
-            keys, visible = torch.cat([keys, entries], dim=1), torch.cat([visible, entry_visible], dim=2)
-        out, weights = attend(q.view(N, G, *q.shape[1:]), keys, visible, self.attn_sink)
-        if self.training and choosing:
-            self.indexer_loss = indexer_loss(scores, weights[..., -scores.shape[2] :], entry_visible)
+            self.compressor(x, step, self.kv_cache, self.ring)
+        if self.choosing:
+            scores = self.indexer(x.detach(), q_latent.detach(), step)
+            fetch = choose(scores, self.config.index_topk, step.window, self.ring)
+        else:
+            fetch = step.fetch[self.ratio]
+        keys = self.kv_cache[step.group_slot, fetch.row]  # [N, K, d]
+        grouped_q = q.view(*fetch.visible.shape[:2], *q.shape[1:])
+        out, weights = attend(grouped_q, keys, fetch.visible, self.attn_sink)
+        if self.training and self.choosing:
+            E = scores.shape[2]
+            self.indexer_loss = indexer_loss(scores, weights[..., -E:], fetch.visible[..., -E:])
         return self.output(out.view(q.shape), rope)
 
-    def select_entries(self, scores: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """Compressed entries [N, E', d] and who sees them [N, group, E']: w < (position + 1) // ratio, with scores the top k.
 
-        A query alone in its group fetches just its top k. Queries that share a group fetch every entry and mask.
-        """
-        entries, (N, G) = self.compressor.entries, step.window_visible.shape[:2]
-        closed = ((step.position + 1) // self.ratio).view(N, G, 1)
-        row = torch.arange(entries.shape[1] - 1, device=entries.device)
-        if scores is None:
-            return entries[step.group_slot[:, 0], :-1], row < closed
-        best = scores.masked_fill(row >= closed, -torch.inf).topk(self.config.index_topk, sorted=False).indices
-        if G == 1:
-            return entries[step.group_slot, best[:, 0]], best < closed
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
-        return entries[step.group_slot[:, 0], :-1], chosen & (row < closed)
+def chooses(config: Config, max_len: int, ratio: int) -> bool:
+    """Whether a layer needs its indexer: only if there can be more entries than it may read."""
+    return ratio == 4 and config.index_topk < num_entries(max_len, ratio)
+
+
+def choose(scores: Tensor, top_k: int, window: Fetch, ring: int) -> Fetch:
+    """The window and the top_k best entries of every query. scores [N, group, E], -inf for entries not yet written.
+
+    A query alone in its group fetches just its own. Queries that share a group fetch all entries and mask.
+    """
+    N, G, E = scores.shape
+    best = scores.topk(top_k, sorted=False)
+    if G == 1:
+        entry, visible = best.indices[:, 0], best.values > -torch.inf
+    else:
+        entry = torch.arange(E, device=scores.device).expand(N, E)
+        visible = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best.indices, best.values > -torch.inf)
+    return Fetch(torch.cat([window.row, ring + entry], dim=1), torch.cat([window.visible, visible], dim=2))
 
 
 def indexer_loss(scores: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
@@ -534,10 +562,17 @@ class Transformer(nn.Module):
             layer.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
 
     def prepare(self, token: Tensor, seq_slot: Tensor, position: Tensor, group: int) -> Step:
-        window, ring = self.config.sliding_window, self.config.sliding_window + self.max_chunk
-        window_position = position[::group, None] + torch.arange(1 - window, group, device=position.device)  # [N, K]
+        size, ring = self.config.sliding_window, self.config.sliding_window + self.max_chunk
+        window_position = position[::group, None] + torch.arange(1 - size, group, device=position.device)  # [N, K]
         query, key = position.view(-1, group, 1), window_position[:, None]
-        width = max(self.config.head_dim, self.config.index_head_dim)
+        window = Fetch(window_position % ring, (key <= query) & (key > query - size) & (key >= 0))
+        fetch, closing, width = {0: window}, {}, max(self.config.head_dim, self.config.index_head_dim)
+        for ratio in set(self.config.compress_ratios) - {0}:
+            closing[ratio] = self.closing(seq_slot, position, ratio)
+            if not chooses(self.config, self.max_len, ratio):
+                entry = torch.arange(num_entries(self.max_len, ratio), device=position.device)
+                row = torch.cat([window.row, (ring + entry).expand(len(window.row), -1)], dim=1)
+                fetch[ratio] = Fetch(row, torch.cat([window.visible, entry < (query + 1) // ratio], dim=2))
         return Step(
             token,
             seq_slot,
@@ -548,11 +583,9 @@ class Transformer(nn.Module):
             },
             group_slot=seq_slot[::group, None],
             ring_row=position % ring,
-            window_row=window_position % ring,
-            window_visible=(key <= query) & (key > query - window) & (key >= 0),
-            closing={
-                ratio: self.closing(seq_slot, position, ratio) for ratio in set(self.config.compress_ratios) - {0}
-            },
+            window=window,
+            fetch=fetch,
+            closing=closing,
         )
 
     def closing(self, seq_slot: Tensor, position: Tensor, ratio: int) -> Closing:
@@ -565,7 +598,7 @@ class Transformer(nn.Module):
         back = torch.arange(overlap * ratio - 1, -1, -1, device=position.device)
         source = position[:, None] - back
         window = position // ratio
-        entry = torch.where(position % ratio == ratio - 1, window, self.max_len // ratio)
+        entry = torch.where(position % ratio == ratio - 1, window, num_entries(self.max_len, ratio))
         width = max(self.config.head_dim, self.config.index_head_dim)
         rope = rope_factors(window * ratio, self.frequencies_compressed, width)
         part = overlap - 1 - back // ratio

@@ -23,7 +23,8 @@ def test_size_and_mechanisms():
 
 def stable_topk(x, k, dim=-1, **_):
     """Tensor.topk with ties going to the lower index."""
-    return SimpleNamespace(indices=x.sort(dim=dim, descending=True, stable=True).indices[..., :k])
+    values, indices = x.sort(dim=dim, descending=True, stable=True)
+    return SimpleNamespace(values=values[..., :k], indices=indices[..., :k])
 
 
 def test_transformers_reads_it_and_agrees_on_logits(monkeypatch):
