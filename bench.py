@@ -1,7 +1,8 @@
 """Throughput over concurrency: adaptive verification against every fixed draft length and no speculation.
 
     python bench.py                                       # 1, 4, 16 and 64 requests at once, temperature 1
-    python bench.py --concurrency 1 8 --policies adaptive none --prompts prose
+    python bench.py --concurrency 4 16 --policies adaptive --prompts code prose     # where does the budget go?
+    python bench.py --concurrency 1 32 --policies adaptive transformers --temperature 0
 
 Policies take turns inside one process on the same prompts, several rounds, and the median counts: machines drift.
 """
@@ -10,80 +11,115 @@ import argparse
 import json
 import statistics
 import sys
+import time
 
 import numpy as np
 from tqdm import tqdm
 
 from engine import DEFAULT_MODEL, Engine, SamplingParams
+from model import Config
 from train import held_out_prompts
 
-
-def make_engine(policy: str, options: dict) -> Engine:
-    """The engine of a policy: adaptive, adaptive-stale, adaptive-early-stop, none, or fixed-K."""
-    kind, _, argument = policy.partition("-")
-    if kind == "adaptive":
-        return Engine(**options, budget_rule=argument or "auto")
-    if policy == "none":
-        return Engine(**options, num_speculative_tokens=0)
-    if kind == "fixed" and argument.isdigit() and argument != "0":
-        return Engine(**options, num_speculative_tokens=int(argument), adaptive_verification=False)
-    raise ValueError(f"--policies {policy}: allowed: adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K")
+PROMPT_LENGTH = 48
+POLICIES = "adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K, transformers"
 
 
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict:
-    """One measurement; times in seconds, per-request speed in tokens per second."""
-    engine.generate(prompts, params, concurrency=concurrency)
-    stats = engine.stats.report()
-    host_s = stats["time_s"]["schedule"] + stats["time_s"]["bookkeeping"]
-    stats["tokens_per_s_per_request"] = stats["tokens_per_s"] / concurrency
-    stats["host_share"] = host_s / sum(stats["time_s"].values())
-    return stats
+class Transformers:
+    """Hugging Face transformers' own greedy generate, `concurrency` prompts of one length at a time."""
+
+    def __init__(self, model: str):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def run(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict:
+        start = time.perf_counter()
+        with self.torch.inference_mode():
+            for i in range(0, len(prompts), concurrency):
+                tokens = self.torch.tensor(prompts[i : i + concurrency])
+                length = params.max_tokens
+                self.model.generate(tokens, do_sample=False, max_new_tokens=length, min_new_tokens=length)
+        rate = len(prompts) * params.max_tokens / (time.perf_counter() - start)
+        return {"tokens_per_s": rate, "mean_accepted_length": 1.0, "mean_budget_per_request": 0.0}
+
+
+class Policy:
+    """One way to run the engine: adaptive, adaptive-stale, adaptive-early-stop, none, or fixed-K."""
+
+    def __init__(self, policy: str, options: dict):
+        kind, _, argument = policy.partition("-")
+        if kind == "adaptive":
+            self.engine = Engine(**options, budget_rule=argument or "auto")
+        elif policy == "none":
+            self.engine = Engine(**options, num_speculative_tokens=0)
+        elif kind == "fixed" and argument.isdigit() and argument != "0":
+            self.engine = Engine(**options, num_speculative_tokens=int(argument), adaptive_verification=False)
+        else:
+            raise ValueError(f"--policies {policy}: allowed: {POLICIES}")
+
+    def run(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict:
+        self.engine.generate(prompts, params, concurrency=concurrency)
+        stats = self.engine.stats.report()
+        host_s = stats["time_s"]["schedule"] + stats["time_s"]["bookkeeping"]
+        return stats | {"host_share": host_s / sum(stats["time_s"].values())}
 
 
 def sweep(args: argparse.Namespace, policies: list[str]) -> list[dict]:
-    most = max(args.concurrency)
-    engines = {policy: make_engine(policy, {"model": args.model, "max_num_seqs": most}) for policy in policies}
+    """One row per kind of prompts, policy and concurrency: medians over the rounds."""
+    options = {"model": args.model, "max_num_seqs": max(args.concurrency)}
+    options["max_model_len"] = PROMPT_LENGTH + args.max_tokens + 1
+    options["cost_table"] = Engine(**options).cost_table  # all policies predict with the same one
+    runners = {p: Transformers(args.model) if p == "transformers" else Policy(p, options) for p in policies}
     params = SamplingParams(args.temperature, args.max_tokens, ignore_eos=True)
-    rows, keys = [], ["tokens_per_s", "tokens_per_s_per_request", "host_share", "median_cost_error"]
-    bar = tqdm(total=len(args.concurrency) * args.rounds * len(policies), leave=False)
-    for concurrency in args.concurrency:
-        prompts = held_out_prompts(max(args.waves * concurrency, args.min_requests), seed=7, kind=args.prompts)
+    measured = ["tokens_per_s", "host_share", "median_cost_error", "mean_accepted_length", "mean_budget_per_request"]
+    rows = []
+    loads = [(kind, concurrency) for kind in args.prompts for concurrency in args.concurrency]
+    bar = tqdm(total=len(loads) * args.rounds * len(policies), leave=False)
+    for kind, concurrency in loads:
+        prompts = held_out_prompts(max(args.waves * concurrency, args.min_requests), 7, PROMPT_LENGTH, kind)
         results = {policy: [] for policy in policies}
         for turn in range(args.rounds):
             shift = turn % len(policies)  # nobody is always the first
             for policy in policies[shift:] + policies[:shift]:
-                bar.set_description(f"{concurrency} requests, {policy}")
-                results[policy].append(run(engines[policy], prompts, params, concurrency))
+                bar.set_description(f"{kind}, {concurrency} requests, {policy}")
+                results[policy].append(runners[policy].run(prompts, params, concurrency))
                 bar.update()
         for policy, runs in results.items():
-            medians = {key: round(statistics.median(r[key] for r in runs), 4) for key in keys}
-            counts = {key: runs[0][key] for key in ("mean_accepted_length", "mean_budget_per_request")}
-            rows.append({"policy": policy, "concurrency": concurrency, "prompts": args.prompts} | medians | counts)
+            row = {"policy": policy, "concurrency": concurrency, "prompts": kind, "temperature": args.temperature}
+            for key in measured:
+                values = [r[key] for r in runs if r.get(key) is not None]
+                row[key] = round(statistics.median(values), 4) if values else None
+            row["tokens_per_s_per_request"] = round(row["tokens_per_s"] / concurrency, 4)
+            rows.append(row)
     bar.close()
     return rows
 
 
-def print_table(rows: list[dict], policies: list[str]) -> None:
-    by_key = {(row["policy"], row["concurrency"]): row for row in rows}
-    levels = sorted({row["concurrency"] for row in rows})
-    rivals = [policy for policy in policies if not policy.startswith("adaptive")]
-    print("tokens/s       " + "".join(f"{level:>9}" for level in levels))
+def print_tables(rows: list[dict], policies: list[str], kind: str) -> None:
+    by_key = {(row["policy"], row["concurrency"]): row for row in rows if row["prompts"] == kind}
+    levels = sorted({concurrency for _, concurrency in by_key})
+    rivals = [policy for policy in policies if policy == "none" or policy.startswith("fixed")]
+
+    def line(name: str, values: list[float | None], digits: int = 2, end: str = "\n") -> None:
+        print(f"{name:36}" + "".join("       -" if v is None else f"{v:8.{digits}f}" for v in values), end=end)
+
+    print(f"prompts: {kind}; requests at once        " + "".join(f"{level:>8}" for level in levels))
     for policy in policies:
-        print(f"{policy:15}" + "".join(f"{by_key[policy, level]['tokens_per_s']:9.1f}" for level in levels))
+        line(f"tokens/s, {policy}", [by_key[policy, level]["tokens_per_s"] for level in levels], 1)
     for policy in (p for p in policies if p.startswith("adaptive")):
         mine = [by_key[policy, level] for level in levels]
-        if rivals:
-            best = [max(by_key[p, level]["tokens_per_s"] for p in rivals) for level in levels]
-            ratios = [row["tokens_per_s"] / b for row, b in zip(mine, best)]
-            print(f"{policy} / best other   " + " ".join(f"{r:.2f}" for r in ratios), end="")
-            print(f"   geometric mean {np.exp(np.mean(np.log(ratios))):.3f}")
-        for name, key in (
-            ("budget per request", "mean_budget_per_request"),
-            ("accepted length", "mean_accepted_length"),
-            ("host share of step", "host_share"),
-            ("median cost error", "median_cost_error"),
-        ):
-            print(f"{policy} {name}   " + " ".join(f"{row[key] or 0:.3f}" for row in mine))
+        for title, others in (("the best other", rivals), ("none", ["none"]), ("transformers", ["transformers"])):
+            others = [p for p in others if p in policies]
+            if others:
+                best = [max(by_key[p, level]["tokens_per_s"] for p in others) for level in levels]
+                ratios = [row["tokens_per_s"] / b for row, b in zip(mine, best)]
+                line(f"{policy} / {title}", ratios, end=f"   geometric mean {np.exp(np.mean(np.log(ratios))):.3f}\n")
+        line(f"{policy}: budget per request", [row["mean_budget_per_request"] for row in mine])
+        line(f"{policy}: accepted length", [row["mean_accepted_length"] for row in mine])
+        line(f"{policy}: host time / step time", [row["host_share"] for row in mine], 3)
+        line(f"{policy}: median cost error", [row["median_cost_error"] for row in mine], 3)
 
 
 def plot(rows: list[dict], policies: list[str], path: str) -> None:
@@ -113,9 +149,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--policies", nargs="+", help="default: adaptive none fixed-1 ... fixed-gamma")
+    parser.add_argument(
+        "--policies", nargs="+", help=f"from {POLICIES}; default: adaptive none fixed-1 ... fixed-gamma"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--prompts", choices=["all", "code", "prose"], default="all")
+    parser.add_argument("--prompts", nargs="+", choices=["all", "code", "prose"], default=["all"])
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--waves", type=int, default=2, help="requests per concurrent request")
     parser.add_argument("--min-requests", type=int, default=8)
@@ -124,17 +162,20 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE", help="needs matplotlib")
     args = parser.parse_args()
     try:
-        gamma = Engine(args.model, max_num_seqs=1).gamma
+        gamma = Config.load(args.model).dspark_block_size
         policies = args.policies or ["adaptive", "none", *(f"fixed-{k}" for k in range(1, gamma + 1))]
+        if "transformers" in policies and args.temperature > 0:
+            raise ValueError(f"--temperature {args.temperature}: transformers is compared at 0 only")
         rows = sweep(args, policies)
-        print_table(rows, policies)
+        for kind in args.prompts:
+            print_tables(rows, policies, kind)
         if args.output_json:
             with open(args.output_json, "w") as file:
                 json.dump({"rows": rows}, file, indent=1)
         if args.plot:
-            plot(rows, policies, args.plot)
+            plot([row for row in rows if row["prompts"] == args.prompts[0]], policies, args.plot)
     except ModuleNotFoundError as error:
-        sys.exit(f"bench.py: --plot needs {error.name}: pip install {error.name}")
+        sys.exit(f"bench.py: this needs {error.name}: pip install {error.name}")
     except (ValueError, OSError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

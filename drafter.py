@@ -62,6 +62,10 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.dspark_markov_rank)
         self.markov_w2 = linear(config.dspark_markov_rank, config.vocab_size)
 
+    def forward(self, previous: Tensor) -> Tensor:
+        """previous [R] -> logits [R, V] to add to the block's own."""
+        return self.markov_w2(self.markov_w1(previous))
+
 
 class ConfidenceHead(nn.Module):
     """Predicts, before draft k is drawn, whether it will be accepted given that the drafts before it were."""
@@ -138,18 +142,14 @@ class Drafter(nn.Module):
         """
         gamma = noise.shape[1]
         hidden, base = self.run_block(anchor, seq_slot, position, gamma)
-        drafts, qs, confidence_logits = [], [], []
-        token = anchor
+        tokens, qs = [anchor], []
         for k in range(gamma):
-            markov = self.markov_head.markov_w1(token)
-            q = distribution(base[:, k] + self.markov_head.markov_w2(markov), temperature)
-            confidence_logits.append(self.confidence_head(hidden[:, k], markov))
-            token = sample(q, noise[:, k])
-            drafts.append(token)
-            qs.append(q)
-        logits = torch.stack(confidence_logits, 1)
+            qs.append(distribution(base[:, k] + self.markov_head(tokens[k]), temperature))
+            tokens.append(sample(qs[k], noise[:, k]))
+        tokens = torch.stack(tokens, dim=1)
+        logits = self.confidence_head(hidden, self.markov_head.markov_w1(tokens[:, :-1]))
         confidence = (logits / self.confidence_temperature(temperature, gamma)).sigmoid()
-        return torch.stack(drafts, 1), torch.stack(qs, 1), confidence
+        return tokens[:, 1:], torch.stack(qs, dim=1), confidence
 
     def confidence_temperature(self, temperature: Tensor, gamma: int) -> Tensor:
         """Divisors [R, gamma] for the confidence logits, from the calibration fitted nearest to each temperature [R].

@@ -148,7 +148,7 @@ class Engine:
         dtype: str = "float32",
         profile_context_len: int = 8192,
         budget_rule: str = "auto",
-        cost_table: str | None = None,
+        cost_table: str | CostTable | None = None,
         padded: bool = False,
     ):
         if dtype not in DTYPES:
@@ -216,7 +216,9 @@ class Engine:
         self.probed_requests = 0  # when it was drafted
         context_len = min(profile_context_len, max_model_len - gamma - 2)
         meta = {"device": device, "dtype": dtype, "model": model, "mode": "eager", "context_len": context_len}
-        self.cost_table = CostTable.load(cost_table, meta, padded) if cost_table else self.profile(meta)
+        if isinstance(cost_table, str):
+            cost_table = CostTable.load(cost_table, meta, padded)
+        self.cost_table = cost_table or self.profile(meta)
         self.verify_ms = self.cost_table.verify_ms(max_num_batched_tokens)
         self.draft_ms = self.cost_table.draft_ms(max_num_seqs)
 

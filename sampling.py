@@ -8,10 +8,9 @@ is the target's either way.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-DRAFT, ACCEPT, FINAL = range(3)  # purposes: drawing a draft token, accepting it, the residual or bonus token
+DRAFT, VERIFY = range(2)  # purposes: drawing draft tokens; accepting them and drawing the residual or bonus token
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -41,10 +40,12 @@ def uniform(key: Tensor, position: Tensor, purpose: int, count: int) -> Tensor:
 
 def distribution(logits: Tensor, temperature: Tensor) -> Tensor:
     """logits [..., V], temperature [...] -> probabilities [..., V] in float32; one-hot at the maximum for temperature 0."""
-    greedy = F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    safe = torch.where(temperature > 0, temperature, 1.0)[..., None]
-    below_best = logits.float() - logits.float().amax(-1, keepdim=True)  # <= 0: a tiny temperature cannot overflow it
-    return torch.where(temperature[..., None] > 0, (below_best / safe).softmax(-1), greedy)
+    logits = logits.float()
+    best = logits.argmax(-1, keepdim=True)
+    below_best = logits - logits.gather(-1, best)  # <= 0: a tiny temperature cannot overflow it
+    warm = temperature[..., None] > 0
+    p = (below_best / torch.where(warm, temperature[..., None], 1.0)).softmax(-1)
+    return torch.where(warm, p, torch.zeros_like(p).scatter_(-1, best, 1.0))
 
 
 def sample(weights: Tensor, u: Tensor) -> Tensor:

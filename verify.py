@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampling import ACCEPT, FINAL, distribution, sample, uniform
+from sampling import VERIFY, distribution, sample, uniform
 
 
 def admit(survival: Tensor, limit: Tensor, budget: int) -> Tensor:
@@ -104,14 +104,15 @@ def accept(
     source = (spans.start[:, None] + slot).clamp(max=len(p) - 1)  # [R, gamma] the row of p that judges each draft
     p_draft = p[source, drafts]
     q_draft = q.gather(2, drafts[..., None])[..., 0]
-    passed = uniform(key, position, ACCEPT, gamma) * q_draft < p_draft
+    noise = uniform(key, position, VERIFY, gamma + 1)  # one number per draft, the last for the token after them
+    passed = noise[:, :gamma] * q_draft < p_draft
     accepted = (passed & (slot < admitted[:, None])).long().cumprod(1).sum(1)
     weights = p[spans.start + accepted]  # [R, V] p where the span stopped
     if gamma:
         residual = (weights - q[torch.arange(R, device=q.device), accepted.clamp(max=gamma - 1)]).clamp(min=0)
         rejected = (accepted < admitted) & (residual.sum(-1) > 0)  # a residual is empty only through rounding
         weights = torch.where(rejected[:, None], residual, weights)
-    final = sample(weights, uniform(key, position, FINAL, 1)[:, 0])
+    final = sample(weights, noise[:, gamma])
     emitted = torch.cat([drafts, final[:, None]], dim=1)
     emitted = emitted.scatter(1, accepted[:, None], final[:, None])
     return Accepted(emitted, accepted)
