@@ -99,7 +99,10 @@ class Drafter(nn.Module):
         self.register_buffer("frequencies", rope_frequencies(config, False), persistent=False)
 
     def allocate_cache(self, num_slots: int, max_len: int, max_chunk: int):
-        """Context rings for `num_slots` sequences and a scratch slot; arguments as Transformer.allocate_cache."""
+        """Context rings for `num_slots` sequences and a scratch slot; arguments as Transformer.allocate_cache.
+
+        Elements of a slot: (sliding_window + max_chunk + 1) * head_dim per stage.
+        """
         for stage in self.stages:
             stage.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
 

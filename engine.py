@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
+from model import Config
 from profile_costs import CostTable, doubling_grid, measure, padding_grid
 from sampling import DRAFT, request_key, uniform
 from verify import accept, admit, best_budget, early_stop_budget, layout, throughput
@@ -498,6 +499,13 @@ class Engine:
         run_draft = run_draft if self.drafter else None
         return measure(run_verify, run_draft, token_counts, self.request_grid, meta, self.padded)
 
+    def cache_bytes_per_slot(self) -> int:
+        """Bytes of one sequence slot in all caches of target and drafter; the formula is at their allocate_cache."""
+        names = ("kv_cache", "keys", "state_kv", "state_gate")
+        modules = (self.target, self.drafter) if self.drafter else (self.target,)
+        buffers = [b for m in modules for name, b in m.named_buffers() if name.rsplit(".", 1)[-1] in names]
+        return sum(b.nbytes // len(b) for b in buffers)
+
     def lap(self, name: str | None) -> None:
         """Charge the time since the last call to `name`; None starts a step."""
         now = time.perf_counter()
@@ -548,9 +556,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--adaptive-verification", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="R")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="T")
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="L", help="default: the checkpoint's max_position_embeddings"
-    )
+    parser.add_argument("--max-model-len", type=int, metavar="L", help="default: what the longest request needs")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--budget-rule", choices=BUDGET_RULES, default="auto")
@@ -587,6 +593,15 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
         if not prompts:
             raise ValueError(f"--prompts-file {args.prompts_file}: no prompts in it")
     return prompts or [DEFAULT_PROMPT]
+
+
+def needed_model_len(model: str, prompts: list[str | list[int]], max_tokens: int) -> int:
+    """Positions that the longest request can come to, at least 128, no more than the checkpoint allows."""
+    tokenizer, config = load_tokenizer(model), Config.load(model)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    lengths += [1 + len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return min(max(*lengths, 128 - max_tokens) + max_tokens, config.max_position_embeddings)
 
 
 class Display:
@@ -647,6 +662,8 @@ def main(argv: list[str] | None = None) -> int:
         prompts = read_prompts(args)
         files = ExitStack()
         trace, output = (files.enter_context(open_output(path)) for path in (args.trace, args.output_json))
+        if args.max_model_len is None:
+            args.max_model_len = needed_model_len(args.model, prompts, args.max_tokens)
         engine = Engine(
             args.model,
             args.num_speculative_tokens,
@@ -664,6 +681,9 @@ def main(argv: list[str] | None = None) -> int:
             engine.make_request(i, prompt, params)  # all are checked before the first step
     except (ValueError, OSError) as error:
         return fail(error)
+    megabytes = engine.cache_bytes_per_slot() / 1e6
+    note = f"cache: {megabytes:.2f} MB per sequence slot of up to {engine.max_model_len} tokens, {engine.max_num_seqs} slots"
+    print(note, file=sys.stderr)
     display = Display(engine, prompts, args)
 
     def on_step(record: dict) -> None:

@@ -556,6 +556,12 @@ class Transformer(nn.Module):
         """Zeroed caches for `num_slots` sequences of up to `max_len` positions, plus a scratch slot for padding.
 
         max_chunk: the most tokens one sequence may have in one step; it sizes the rings, see Attention and Compressor.
+        Elements of a slot, with E = max_len // ratio and overlap 2 for ratio 4, else 1:
+
+            every layer            (sliding_window + max_chunk + E + 1) * head_dim, E = 0 for ratio 0
+            compressed layers      (overlap * ratio + max_chunk) * overlap * head_dim, twice: kv, and gate in float32
+            if ratio 4 and E > index_topk: (E + 1) * index_head_dim
+                                   (8 + max_chunk) * 2 * index_head_dim, twice: kv, and gate in float32
         """
         self.max_len, self.max_chunk = max_len, max_chunk
         for layer in self.layers:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from random_checkpoints import random_checkpoint
+from soak import soak
 
 from engine import DEFAULT_MODEL, Engine, SamplingParams
 from profile_costs import CostTable
@@ -49,6 +50,42 @@ def test_greedy_output_does_not_depend_on_speculation(policy, at_once, prompts, 
     engine = make_engine(max_num_seqs=at_once, **POLICIES[policy])
     assert [c.token_ids for c in engine.generate(prompts, GREEDY)] == plain
     assert engine.stats.report()["mean_accepted_length"] > 1.2  # drafts were really verified and accepted
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """64 requests of mixed lengths, and their outputs alone, one at a time, without speculation."""
+    requests = [held_out_prompts(1, seed=100 + i, length=1 + 7 * i % 61)[0] for i in range(64)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + 11 * i % 37, ignore_eos=True) for i in range(64)]
+    engine = make_engine(num_speculative_tokens=0, max_num_seqs=1, max_model_len=256)
+    return requests, params, [c.token_ids for c in engine.generate(requests, params)]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "none"])
+def test_greedy_output_does_not_depend_on_load(policy, crowd):
+    """All 64 share steps, prompts arrive in pieces, requests join and leave: everybody's text stays as it was alone."""
+    requests, params, alone = crowd
+    options = POLICIES.get(policy, {"num_speculative_tokens": 0})
+    engine = make_engine(max_num_seqs=48, max_num_batched_tokens=96, max_model_len=256, **options)
+    assert [c.token_ids for c in engine.generate(requests, params)] == alone
+
+
+def test_cache_size_is_the_documented_formula():
+    engine = make_engine(max_num_seqs=3, max_model_len=600)
+    c, chunk = engine.config, engine.max_chunk
+    expected = (c.sliding_window + chunk + 1) * c.head_dim * 4  # the draft stage
+    for ratio in c.compress_ratios[: c.num_hidden_layers]:
+        entries, overlap = 600 // ratio if ratio else 0, 2 if ratio == 4 else 1
+        expected += (c.sliding_window + chunk + entries + 1) * c.head_dim * 4
+        expected += (overlap * ratio + chunk) * overlap * c.head_dim * 8 if ratio else 0
+        if ratio == 4 and entries > c.index_topk:
+            expected += (entries + 1) * c.index_head_dim * 4 + (8 + chunk) * 2 * c.index_head_dim * 8
+    assert engine.cache_bytes_per_slot() == expected
+
+
+def test_a_short_soak_leaves_no_slot_taken():
+    engine, memory = soak(num_requests=60, at_once=8, batch=20)
+    assert not engine.running and not engine.waiting and len(memory) == 3
 
 
 @pytest.mark.parametrize("policy", [{}, {"adaptive_verification": False}])
