@@ -355,7 +355,7 @@ def train_target(out: Path, minutes: float, batch: int) -> None:
             target.train()
 
 
-def generated_text(out: Path, batches: int = 4, width: int = 256) -> np.ndarray:
+def generated_text(out: Path, batches: int = 12, width: int = 256) -> np.ndarray:
     """Sequences [batches * width, SEQUENCE + 1] that the target itself wrote after short openings from the corpus.
 
     The drafter will follow the target's own text, not the corpus; a quarter of it is greedy. Made once per `out`.
@@ -432,7 +432,7 @@ def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
     last, saved, average = None, elapsed, None
     while elapsed < minutes * 60:
         rng = np.random.default_rng(10**6 + step)
-        own = torch.from_numpy(generated[rng.integers(0, len(generated), batch // 2)].astype(np.int64))
+        own = torch.from_numpy(generated[rng.integers(0, len(generated), 3 * batch // 4)].astype(np.int64))
         tokens = torch.cat([sample_sequences(train, batch - len(own), rng), own])
         target.allocate_cache(batch, SEQUENCE, SEQUENCE)
         drafter.allocate_cache(batch, SEQUENCE, SEQUENCE)
@@ -445,7 +445,7 @@ def train_drafter(out: Path, minutes: float, batch: int, anchors: int) -> None:
         logits = logits.view(batch, SEQUENCE, -1)
         cross_entropy, distance, confidence, accepted = block_losses(drafter, taps, logits, tokens, slot, anchor)
         calibration = F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
-        ((0.1 * cross_entropy + 0.9 * distance + calibration).mean(0) @ weight).backward()
+        ((0.1 * cross_entropy + 0.9 * distance + 3 * calibration).mean(0) @ weight).backward()
         progress = elapsed / (minutes * 60)
         masters.step(lr_factor(progress))
         for stage in drafter.stages:
@@ -559,7 +559,7 @@ def main() -> None:
     for stage in ("target", "drafter", "calibrate", "evaluate"):
         parser.add_argument(f"--{stage}", action="store_true")
     parser.add_argument("--target-minutes", type=float, default=62)
-    parser.add_argument("--drafter-minutes", type=float, default=35)
+    parser.add_argument("--drafter-minutes", type=float, default=100)
     parser.add_argument("--out", type=Path, default=Path("build"), help="working directory (default: build)")
     args = parser.parse_args()
     if not (args.target or args.drafter or args.calibrate or args.evaluate):
@@ -570,7 +570,7 @@ def main() -> None:
     if args.target:
         train_target(args.out, args.target_minutes, batch=8)
     if args.drafter:
-        train_drafter(args.out, args.drafter_minutes, batch=16, anchors=64)
+        train_drafter(args.out, args.drafter_minutes, batch=8, anchors=192)
     if args.calibrate:
         calibrate()
     if args.evaluate:
