@@ -14,6 +14,7 @@ import sys
 import time
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from engine import DEFAULT_MODEL, Engine, SamplingParams
@@ -28,19 +29,17 @@ class Transformers:
     """Hugging Face transformers' own greedy generate, `concurrency` prompts of one length at a time."""
 
     def __init__(self, model: str):
-        import torch
         from transformers import AutoModelForCausalLM
 
-        self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     def run(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict:
         start = time.perf_counter()
-        with self.torch.inference_mode():
+        with torch.inference_mode():
             for i in range(0, len(prompts), concurrency):
-                tokens = self.torch.tensor(prompts[i : i + concurrency])
-                length = params.max_tokens
-                self.model.generate(tokens, do_sample=False, max_new_tokens=length, min_new_tokens=length)
+                tokens = torch.tensor(prompts[i : i + concurrency])
+                length = {"max_new_tokens": params.max_tokens, "min_new_tokens": params.max_tokens}
+                self.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **length)
         rate = len(prompts) * params.max_tokens / (time.perf_counter() - start)
         return {"tokens_per_s": rate, "mean_accepted_length": 1.0, "mean_budget_per_request": 0.0}
 

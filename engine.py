@@ -132,7 +132,7 @@ class Engine:
 
     model: a directory in the release format. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
     budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
-    staircase. cost_table: a saved table instead of measuring. padded: pad every step up to a grid of sizes, as captured
+    staircase. cost_table: a table, or the path of a saved one, instead of measuring. padded: pad every step up to a grid of sizes, as captured
     graphs need it.
     Raises ValueError, naming the value and what is allowed, for anything that cannot work.
     """

@@ -115,7 +115,6 @@ class Fetch(NamedTuple):
 class Step(NamedTuple):
     """What all layers need to know about the T tokens of one forward. N = T / group groups share their key fetch."""
 
-    token: Tensor  # [T]
     seq_slot: Tensor  # [T]
     position: Tensor  # [T]
     rope: dict[bool, Rope]  # compressed layer? -> of each position
@@ -127,10 +126,8 @@ class Step(NamedTuple):
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32, cast back once. (F.rms_norm takes 2.5 times as long.)"""
-    y = x.float()
-    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (y if weight is None else y * weight).to(x.dtype)
+    """Root-mean-square norm over the last dimension, in float32, cast back once."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 def rope_factors(position: Tensor, frequencies: Tensor, width: int) -> Rope:
@@ -200,6 +197,11 @@ def num_entries(max_len: int, ratio: int) -> int:
     return max_len // ratio if ratio else 0
 
 
+def window_overlap(ratio: int) -> int:
+    """How many windows an entry pools: with ratio 4 also the one before."""
+    return 2 if ratio == 4 else 1
+
+
 class Compressor(nn.Module):
     """Pools `ratio` tokens into one cache entry, a gated sum per channel; ratio 4 also looks at the window before.
 
@@ -209,7 +211,7 @@ class Compressor(nn.Module):
 
     def __init__(self, config: Config, ratio: int, width: int):
         super().__init__()
-        self.ratio, self.width, self.overlap = ratio, width, 2 if ratio == 4 else 1
+        self.ratio, self.width, self.overlap = ratio, width, window_overlap(ratio)
         self.wkv = linear(config.hidden_size, self.overlap * width)
         self.wgate = linear(config.hidden_size, self.overlap * width)
         self.ape = nn.Parameter(torch.zeros(ratio, self.overlap * width, dtype=torch.float32))
@@ -549,6 +551,7 @@ class Transformer(nn.Module):
         self.hc_head = HyperHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = linear(config.hidden_size, config.vocab_size)
+        self.rope_width = max(config.head_dim, config.index_head_dim)  # rotate takes the last channels it needs
         for name, compressed in (("frequencies", False), ("frequencies_compressed", True)):
             self.register_buffer(name, rope_frequencies(config, compressed), persistent=False)
 
@@ -567,12 +570,13 @@ class Transformer(nn.Module):
         for layer in self.layers:
             layer.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
 
-    def prepare(self, token: Tensor, seq_slot: Tensor, position: Tensor, group: int) -> Step:
+    def prepare(self, seq_slot: Tensor, position: Tensor, group: int) -> Step:
+        """Everything that follows from (seq_slot, position) [T] alone, computed once for all layers."""
         size, ring = self.config.sliding_window, self.config.sliding_window + self.max_chunk
         window_position = position[::group, None] + torch.arange(1 - size, group, device=position.device)  # [N, K]
         query, key = position.view(-1, group, 1), window_position[:, None]
         window = Fetch(window_position % ring, (key <= query) & (key > query - size) & (key >= 0))
-        fetch, closing, width = {0: window}, {}, max(self.config.head_dim, self.config.index_head_dim)
+        fetch, closing = {0: window}, {}
         for ratio in set(self.config.compress_ratios) - {0}:
             closing[ratio] = self.closing(seq_slot, position, ratio)
             if not chooses(self.config, self.max_len, ratio):
@@ -580,12 +584,11 @@ class Transformer(nn.Module):
                 row = torch.cat([window.row, (ring + entry).expand(len(window.row), -1)], dim=1)
                 fetch[ratio] = Fetch(row, torch.cat([window.visible, entry < (query + 1) // ratio], dim=2))
         return Step(
-            token,
             seq_slot,
             position,
             rope={
-                False: rope_factors(position, self.frequencies, width),
-                True: rope_factors(position, self.frequencies_compressed, width),
+                False: rope_factors(position, self.frequencies, self.rope_width),
+                True: rope_factors(position, self.frequencies_compressed, self.rope_width),
             },
             group_slot=seq_slot[::group, None],
             ring_row=position % ring,
@@ -595,8 +598,9 @@ class Transformer(nn.Module):
         )
 
     def closing(self, seq_slot: Tensor, position: Tensor, ratio: int) -> Closing:
-        overlap = 2 if ratio == 4 else 1
-        ring, phase = overlap * ratio + self.max_chunk, position % ratio
+        """Where the compressors of `ratio` write the T tokens (seq_slot, position) [T], and what each closed entry reads."""
+        overlap, phase = window_overlap(ratio), position % ratio
+        ring = overlap * ratio + self.max_chunk  # as Compressor.allocate sizes it
         ring_row = position % ring
         if not position.is_cuda:
             last = (phase == ratio - 1).nonzero()[:, 0]
@@ -605,8 +609,7 @@ class Transformer(nn.Module):
         source = position[:, None] - back
         window = position // ratio
         entry = torch.where(position % ratio == ratio - 1, window, num_entries(self.max_len, ratio))
-        width = max(self.config.head_dim, self.config.index_head_dim)
-        rope = rope_factors(window * ratio, self.frequencies_compressed, width)
+        rope = rope_factors(window * ratio, self.frequencies_compressed, self.rope_width)
         part = overlap - 1 - back // ratio
         return Closing(ring_row, phase, seq_slot[:, None], source % ring, part, (source < 0)[..., None], entry, rope)
 
@@ -619,7 +622,7 @@ class Transformer(nn.Module):
         tokens in a row must be neighbours in one sequence; they share their key fetch (training, same result).
         Returns logits [M, vocab] float32 and taps [T, n_taps * hidden] for the drafter.
         """
-        step = self.prepare(token, seq_slot, position, group)
+        step = self.prepare(seq_slot, position, group)
         streams = self.embed(token)[:, None].expand(-1, self.config.hc_mult, -1)
         taps = {}
         for i, layer in enumerate(self.layers):

@@ -4,6 +4,7 @@ python tests/soak.py --requests 2000
 """
 
 import argparse
+import os
 import random
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from train import held_out_prompts
 
 
 def resident_mb() -> float:
+    """Of this process, in MB, as Linux tells it."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def soak(num_requests: int, at_once: int = 32, batch: int = 50) -> tuple[Engine, list[float]]:
