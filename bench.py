@@ -67,7 +67,7 @@ class Policy:
 
 def sweep(args: argparse.Namespace, policies: list[str]) -> list[dict]:
     """One row per kind of prompts, policy and concurrency: medians over the rounds."""
-    options = {"model": args.model, "max_num_seqs": max(args.concurrency)}
+    options = {"model": args.model, "max_num_seqs": max(args.concurrency), "compile": args.compile}
     options["max_model_len"] = PROMPT_LENGTH + args.max_tokens + 1
     options["cost_table"] = Engine(**options).cost_table  # all policies predict with the same one
     runners = {p: Transformers(args.model) if p == "transformers" else Policy(p, options) for p in policies}
@@ -151,6 +151,7 @@ def main() -> int:
     parser.add_argument(
         "--policies", nargs="+", help=f"from {POLICIES}; default: adaptive none fixed-1 ... fixed-gamma"
     )
+    parser.add_argument("--compile", action="store_true", help="compiled layers and drafts; takes a minute or two")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="+", choices=["all", "code", "prose"], default=["all"])
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -106,6 +106,10 @@ class Drafter(nn.Module):
         for stage in self.stages:
             stage.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
 
+    def compile_draft(self) -> None:
+        """Compile `draft` as one graph for any number of requests from 2 up, on its first call."""
+        self.draft = torch.compile(self.draft, dynamic=True, fullgraph=True)
+
     def rope(self, position: Tensor) -> Rope:
         return rope_factors(position.flatten(), self.frequencies, self.config.head_dim)
 

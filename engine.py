@@ -9,6 +9,8 @@ confidences) lives on the device, one row per sequence slot; the host reads back
 
 import argparse
 import json
+import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -132,8 +134,9 @@ class Engine:
 
     model: a directory in the release format. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
     budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
-    staircase. cost_table: a table, or the path of a saved one, instead of measuring. padded: pad every step up to a grid of sizes, as captured
-    graphs need it.
+    staircase. cost_table: a table, or the path of a saved one, instead of measuring. compile: compile layers and drafts
+    when the engine is made, which takes a minute, less when torch's own cache has them. padded: pad every step up to a
+    grid of sizes, as captured graphs need it.
     Raises ValueError, naming the value and what is allowed, for anything that cannot work.
     """
 
@@ -147,6 +150,7 @@ class Engine:
         max_model_len: int | None = None,
         device: str = "cpu",
         dtype: str = "float32",
+        compile: bool = False,
         profile_context_len: int = 8192,
         budget_rule: str = "auto",
         cost_table: str | CostTable | None = None,
@@ -196,7 +200,7 @@ class Engine:
         make_grid = padding_grid if padded else doubling_grid
         self.token_grid = make_grid(max_num_batched_tokens if padded else most_tokens)
         self.request_grid = make_grid(max_num_seqs)
-        self.padded = padded
+        self.padded, self.compiled = padded, compile
 
         S = max_num_seqs + 1  # device state, one row per slot; the last one is scratch, for padding
         with torch.device(device):
@@ -216,7 +220,10 @@ class Engine:
         self.undrafted_steps = 0  # since the last block
         self.probed_requests = 0  # when it was drafted
         context_len = min(profile_context_len, max_model_len - gamma - 2)
-        meta = {"device": device, "dtype": dtype, "model": model, "mode": "eager", "context_len": context_len}
+        if compile:
+            self.compile()
+        mode = "compiled" if self.compiled else "eager"
+        meta = {"device": device, "dtype": dtype, "model": model, "mode": mode, "context_len": context_len}
         if isinstance(cost_table, str):
             cost_table = CostTable.load(cost_table, meta, padded)
         self.cost_table = cost_table or self.profile(meta)
@@ -336,8 +343,7 @@ class Engine:
         seq_slot = torch.cat([*seq_slot, slots[spans.row]])
         place = torch.cat([*place, position[spans.row] + spans.offset])
         rows = torch.arange(len(token) - len(spans.token), len(token), device=self.device)
-        if self.padded:
-            pad = next(size for size in self.token_grid if size >= len(token)) - len(token)
+        if pad := self.padding(len(token), self.token_grid):
             token, place = F.pad(token, (0, pad)), F.pad(place, (0, pad))
             seq_slot = F.pad(seq_slot, (0, pad), value=self.max_num_seqs)
         logits, taps = self.target(token, seq_slot, place, rows)
@@ -350,13 +356,18 @@ class Engine:
 
     def run_draft(self, slots: Tensor) -> None:
         """Draft the next block of the requests in `slots` [R], from their anchors."""
-        if self.padded:
-            pad = next(size for size in self.request_grid if size >= len(slots)) - len(slots)
+        if pad := self.padding(len(slots), self.request_grid):
             slots = F.pad(slots, (0, pad), value=self.max_num_seqs)
         anchor, position, temperature = self.anchor[slots], self.position[slots], self.temperature[slots]
         noise = uniform(self.key[slots], position, DRAFT, self.gamma)
         block = self.drafter.draft(anchor, slots, position, temperature, noise)
         self.drafts[slots], self.q[slots], self.confidence[slots] = block
+
+    def padding(self, count: int, grid: list[int]) -> int:
+        """How many scratch rows to add to `count`: up to the grid if there is one, up to 2 if graphs are compiled."""
+        if self.padded:
+            return next(size for size in grid if size >= count) - count
+        return 2 - count if self.compiled and count < 2 else 0
 
     def finish_step(
         self, decoding: list[Request], budget: int, num_tokens: int, drafted: bool, readback: list[list[float]]
@@ -476,6 +487,27 @@ class Engine:
         return self.tokenizer.decode(token_ids)
 
     @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile the target's layers and the drafter now, on 29 rows of scratch, so that no step has to wait for it.
+
+        The compiler takes sizes that are equal once for equal always, so the 29 should not be a width of the model.
+        """
+        compiler = os.environ.get("CXX", "g++")  # as torch chooses it
+        if self.device == "cpu" and not shutil.which(compiler):
+            print(f"--compile: no C++ compiler {compiler!r} here (set CXX); going on without", file=sys.stderr)
+            self.compiled = False
+            return
+        print("compiling, a minute or two; less when torch finds it in its cache", file=sys.stderr, flush=True)
+        row = torch.arange(29, device=self.device)
+        slot, position = torch.full_like(row, self.max_num_seqs), row % self.max_model_len
+        self.target.compile_layers()
+        self.target(row % 2, slot, position, row)
+        if self.drafter:
+            self.drafter.compile_draft()
+            noise = torch.rand(len(row), self.gamma, dtype=torch.float64, device=self.device)
+            self.drafter.draft(row % 2, slot, position, self.temperature[slot], noise)
+
+    @torch.inference_mode()
     def profile(self, meta: dict) -> CostTable:
         """Measure verification and drafting on dummy spans behind meta["context_len"] positions of stale cache."""
         context_len = meta["context_len"]
@@ -559,6 +591,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, metavar="L", help="default: what the longest request needs")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="takes a minute or two")
     parser.add_argument("--budget-rule", choices=BUDGET_RULES, default="auto")
     parser.add_argument("--cost-table", metavar="FILE", help="a table saved by profile_costs.py, instead of measuring")
     parser.add_argument("--profile-context-len", type=int, default=8192, metavar="N")
@@ -596,12 +629,12 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
 
 
 def needed_model_len(model: str, prompts: list[str | list[int]], max_tokens: int) -> int:
-    """Positions that the longest request can come to, at least 128, no more than the checkpoint allows."""
+    """Positions that the longest request can come to, rounded up to 128s, no more than the checkpoint allows."""
     tokenizer, config = load_tokenizer(model), Config.load(model)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
     lengths += [1 + len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    return min(max(*lengths, 128 - max_tokens) + max_tokens, config.max_position_embeddings)
+    return min(-(max(lengths) + max_tokens) // 128 * -128, config.max_position_embeddings)
 
 
 class Display:
@@ -673,6 +706,7 @@ def main(argv: list[str] | None = None) -> int:
             args.max_model_len,
             args.device,
             args.dtype,
+            args.compile,
             args.profile_context_len,
             args.budget_rule,
             args.cost_table,

@@ -406,8 +406,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         """x [T, hidden], expert and weight [T, k] -> [T, hidden]. Tokens are sorted by expert for grouped products."""
-        if self.training:
-            return self.forward_dense(x, expert, weight)
+        if self.training or (torch.compiler.is_compiling() and x.dtype == torch.float32):
+            return self.forward_dense(x, expert, weight)  # torch 2.13 compiles grouped products in bfloat16 only
         k = expert.shape[1]
         order = expert.flatten().argsort(stable=True)
         ends = F.one_hot(expert, self.w13.shape[0]).sum((0, 1)).cumsum(0).int()  # where each expert's rows end
@@ -552,6 +552,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = linear(config.hidden_size, config.vocab_size)
         self.rope_width = max(config.head_dim, config.index_head_dim)  # rotate takes the last channels it needs
+        self.compiled = False
         for name, compressed in (("frequencies", False), ("frequencies_compressed", True)):
             self.register_buffer(name, rope_frequencies(config, compressed), persistent=False)
 
@@ -569,6 +570,15 @@ class Transformer(nn.Module):
         self.max_len, self.max_chunk = max_len, max_chunk
         for layer in self.layers:
             layer.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
+
+    def compile_layers(self) -> None:
+        """Compile every layer for any number of tokens from 2 up, on the first forward; layers of a kind share a graph.
+
+        Layer by layer, because the whole model as one graph takes minutes to compile.
+        """
+        self.compiled = True
+        for layer in self.layers:
+            layer.compile(dynamic=True, fullgraph=True)
 
     def prepare(self, seq_slot: Tensor, position: Tensor, group: int) -> Step:
         """Everything that follows from (seq_slot, position) [T] alone, computed once for all layers."""
@@ -604,6 +614,8 @@ class Transformer(nn.Module):
         ring_row = position % ring
         if not position.is_cuda:
             last = (phase == ratio - 1).nonzero()[:, 0]
+            if self.compiled:  # graphs take any size from 2 up; written twice, the first token leaves the same
+                last = F.pad(last, (0, 2))
             seq_slot, position = seq_slot[last], position[last]
         back = torch.arange(overlap * ratio - 1, -1, -1, device=position.device)
         source = position[:, None] - back

@@ -1,6 +1,6 @@
 """Step costs, measured at start-up in the mode that will run: what a draft costs, and what verifying T tokens costs.
 
-python profile_costs.py [--model DIR] [--output-json FILE] [--plot FILE]
+python profile_costs.py [--model DIR] [--compile] [--output-json FILE] [--plot FILE]
 """
 
 import argparse
@@ -156,11 +156,12 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--output-json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="needs matplotlib")
     args = parser.parse_args()
     try:
-        table = Engine(args.model).cost_table
+        table = Engine(args.model, compile=args.compile).cost_table
         print(f"{'tokens':>8} {'verify ms':>10}     {'requests':>8} {'draft ms':>10}")
         for i, (tokens, ms) in enumerate(table.verify_points):
             draft = "{:8d} {:10.2f}".format(*table.draft_points[i]) if i < len(table.draft_points) else ""
