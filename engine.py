@@ -28,15 +28,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import Config
-from profile_costs import CostTable, doubling_grid, measure, padding_grid
+from profile_costs import CostTable, convex_below, doubling_grid, measure, padding_grid
 from sampling import DRAFT, request_key, uniform
-from verify import accept, admit, best_budget, early_stop_budget, layout, throughput
+from verify import accept, admit, best_budget, early_stop_budget, gains, layout
 from weights import load_checkpoint
 
 DEFAULT_MODEL = str(Path(__file__).parent / "checkpoints" / "tiny")
 DEFAULT_PROMPT = 'def read_config(path):\n    """'
 BUDGET_RULES = ("auto", "stale", "early-stop")
-PROBE_INTERVAL = 32  # steps without drafts after which a block is drafted to see whether it pays again
+RECENT_BLOCKS = 64  # whose survivals stand for those of blocks to come
+PROBE_INTERVALS = 32, 512  # steps without drafts until a block is drafted to see whether it pays again: first, most
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -84,8 +85,7 @@ class Request:
         self.slot = -1  # row in every cache and in the device state, while running
         self.prefilled = 0  # prompt tokens whose keys are stored; the last prompt token is the first anchor
         self.drafts: list[int] = []  # the block that the next step verifies, as read back
-        self.confidence: list[float] = []  # of that block; admission uses it, on the device
-        self.old_survival: np.ndarray | None = None  # of the block before; the budget uses it
+        self.confidence: list[float] = []  # of that block
 
     def limit(self, gamma: int) -> int:
         """How many drafts the next step may verify: a block must exist, and one more token than accepted is emitted."""
@@ -216,9 +216,9 @@ class Engine:
         self.free_slots: list[int] = []
         self.step_index = 0
         self.stats = Stats()
-        self.typical_survival = np.ones(gamma)  # running mean over requests; what a new one is taken for
-        self.undrafted_steps = 0  # since the last block
-        self.probed_requests = 0  # when it was drafted
+        self.recent_survival = np.ones((RECENT_BLOCKS, gamma))  # a ring, of blocks that were verified
+        self.num_blocks = 0  # that have gone into it
+        self.undrafted_steps, self.probe_interval = 0, PROBE_INTERVALS[0]
         context_len = min(profile_context_len, max_model_len - gamma - 2)
         if compile:
             self.compile()
@@ -228,6 +228,7 @@ class Engine:
             cost_table = CostTable.load(cost_table, meta, padded)
         self.cost_table = cost_table or self.profile(meta)
         self.verify_ms = self.cost_table.verify_ms(max_num_batched_tokens)
+        self.convex_verify_ms = convex_below(self.verify_ms)
         self.draft_ms = self.cost_table.draft_ms(max_num_seqs)
 
     # ---- the step ------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class Engine:
         self.lap("schedule")
         emitted, accepted, admitted = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks)
         self.lap("verify")
-        drafted = self.gamma > 0 and bool(decoding) and self.drafting_pays(decoding)
+        drafted = self.gamma > 0 and bool(decoding) and self.drafting_pays(len(decoding))
         if drafted:
             self.run_draft(slots)
         self.lap("draft")
@@ -282,7 +283,6 @@ class Engine:
     def join(self, r: Request) -> None:
         """Give the request a slot. Caches need no clearing: nothing written before is visible at its positions."""
         r.slot = self.free_slots.pop()
-        r.old_survival = self.typical_survival
         self.anchor[r.slot], self.position[r.slot] = r.prompt_token_ids[-1], len(r.prompt_token_ids) - 1
         self.temperature[r.slot], self.key[r.slot] = r.params.temperature, request_key(r.params.seed, r.index)
         self.running.append(r)
@@ -290,38 +290,46 @@ class Engine:
     def choose_budget(self, decoding: list[Request], limits: list[int], num_fixed: int) -> int:
         """How many draft slots to verify beside `num_fixed` tokens that are not drafts.
 
-        It must not look at the drafts that await verification (see verify.py): their requests' last blocks stand in.
+        The global search must not look at the drafts that await verification (see verify.py): recent blocks stand in.
         """
-        most = min(sum(limits), self.max_num_batched_tokens - num_fixed)
+        R, most = len(decoding), min(sum(limits), self.max_num_batched_tokens - num_fixed)
         if not self.adaptive or most <= 0:
             return max(most, 0)
-        cost_ms = self.draft_ms[len(decoding)] + self.verify_ms[num_fixed : num_fixed + most + 1]
+        totals = slice(num_fixed, num_fixed + most + 1)  # tokens in the step, for every budget
         if self.early_stop:
             survival = np.concatenate([np.cumprod(r.confidence)[:limit] for r, limit in zip(decoding, limits)])
-            return early_stop_budget(survival, len(decoding), cost_ms)
-        survival = np.concatenate([r.old_survival[:limit] for r, limit in zip(decoding, limits)])
-        return best_budget(survival, len(decoding), cost_ms)
+            return early_stop_budget(gains(survival), R, self.draft_ms[R] + self.convex_verify_ms[totals])
+        return best_budget(self.recent_gains(R).mean(0), R, self.draft_ms[R] + self.verify_ms[totals])
 
-    def drafting_pays(self, decoding: list[Request]) -> bool:
-        """Whether to draft the next block at all, judged by the blocks before it.
+    def recent_gains(self, num_requests: int) -> np.ndarray:
+        """`gains` [groups, num_requests * gamma + 1] of groups of requests, made of recent blocks. New engines know of
+        no block yet and expect every draft to be accepted."""
+        groups = max(1, RECENT_BLOCKS // num_requests)
+        return gains(np.resize(self.recent_survival, (groups, num_requests * self.gamma)))
 
-        The budget takes the draft as paid for; here its cost counts. When the best budget earns less per millisecond
-        than plain decoding, nothing is drafted, until a probe after PROBE_INTERVAL steps or a load that has changed by
-        a quarter.
+    def drafting_pays(self, num_requests: int) -> bool:
+        """Whether to draft the next block at all, judged by recent blocks.
+
+        The budget takes the draft as paid for; here its cost counts. While even the best budget earns less per
+        millisecond than plain decoding nothing is drafted, but for a probe now and then, ever more rarely.
         """
         if not self.adaptive:
             return True
-        R = len(decoding)
-        survival = np.concatenate([r.old_survival for r in decoding])
-        most = min(len(survival), self.max_num_batched_tokens - R)
+        R = num_requests
+        most = min(R * self.gamma, self.max_num_batched_tokens - R)
         cost_ms = self.draft_ms[R] + self.verify_ms[R : R + most + 1]
-        pays = throughput(survival, R, cost_ms).max() > R / self.verify_ms[R]
-        changed = abs(R - self.probed_requests) > self.probed_requests / 4
-        if pays or changed or self.undrafted_steps >= PROBE_INTERVAL:
-            self.undrafted_steps, self.probed_requests = 0, R
-            return True
+        tokens = R + self.recent_gains(R)[:, : most + 1]
+        best = (tokens / cost_ms).argmax(1)  # every group its own
+        pays = tokens[np.arange(len(best)), best].sum() / cost_ms[best].sum() > R / self.verify_ms[R]
         self.undrafted_steps += 1
-        return False
+        if pays:
+            self.probe_interval = PROBE_INTERVALS[0]
+        elif self.undrafted_steps <= self.probe_interval:
+            return False
+        else:
+            self.probe_interval = min(2 * self.probe_interval, PROBE_INTERVALS[1])
+        self.undrafted_steps = 0
+        return True
 
     def run_verify(
         self, slots: Tensor, limit: Tensor, budget: int, prompt_chunks: Sequence[PromptChunk] = ()
@@ -393,16 +401,14 @@ class Engine:
             }
             record["emitted"] = self.append(r, tokens)
             records.append(record)
-            if len(survival):
-                r.old_survival = survival
+            if r.drafts:
+                self.recent_survival[self.num_blocks % RECENT_BLOCKS] = survival
+                self.num_blocks += 1
             r.drafts = [int(t) for t in row[gamma + 3 : 2 * gamma + 3]] if drafted else []
             r.confidence = row[2 * gamma + 3 :] if drafted else []
             if r.finish_reason:
                 self.running.remove(r)
                 self.free_slots.append(r.slot)
-        survivals = [record["survival"] for record in records if record["drafts"]]
-        if survivals:
-            self.typical_survival = 0.9 * self.typical_survival + 0.1 * np.mean(survivals, axis=0)
         predicted_ms = float(self.verify_ms[num_tokens] + (self.draft_ms[len(decoding)] if drafted else 0.0))
         measured_ms = (time.perf_counter() - self.step_start) * 1e3
         stats.cost_error.append(abs(predicted_ms / measured_ms - 1))

@@ -91,6 +91,19 @@ def flat_costs(points: list[tuple[int, float]], last: int, padded: bool) -> np.n
     return costs + slope * np.maximum(wanted - count[-1], 0)
 
 
+def convex_below(costs: np.ndarray) -> np.ndarray:
+    """The greatest convex curve that is nowhere above `costs` [N]: a walk along it is not stopped by a bump of noise."""
+    corners = []
+    for i, ms in enumerate(costs):
+        while len(corners) > 1:
+            (a, a_ms), (b, b_ms) = corners[-2:]
+            if (b_ms - a_ms) * (i - b) < (ms - b_ms) * (b - a):  # slopes rise at b: it stays a corner
+                break
+            corners.pop()
+        corners.append((i, ms))
+    return np.interp(np.arange(len(costs)), *zip(*corners))
+
+
 def doubling_grid(last: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and `last` itself: enough points to interpolate between."""
     powers = [2**i for i in range(last.bit_length())]

@@ -29,31 +29,30 @@ def admit(survival: Tensor, limit: Tensor, budget: int) -> Tensor:
     return torch.zeros(R, dtype=torch.int64, device=survival.device).index_add_(0, best % R, torch.ones_like(best))
 
 
-def throughput(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> np.ndarray:
-    """Expected tokens per millisecond for every budget 0, 1, ..., verifying the best slots first (host).
-
-    survival [S] of every available slot, in any order; num_sampling: requests that emit a token this step whatever is
-    verified; cost_ms: the whole step's predicted time with B slots verified, for B = 0 .. at most S.
-    """
-    gain = np.sort(survival)[::-1][: len(cost_ms) - 1].cumsum()
-    return (num_sampling + np.concatenate([[0.0], gain])) / cost_ms
+def gains(survival: np.ndarray) -> np.ndarray:
+    """Tokens expected from the best B slots, for B = 0 .. S; survival [..., S] in any order -> [..., S + 1] (host)."""
+    best_first = -np.sort(-survival, axis=-1)
+    return np.concatenate([np.zeros_like(survival[..., :1]), best_first.cumsum(-1)], axis=-1)
 
 
-def best_budget(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
-    """Rule `stale`: the budget of the highest throughput. `survival` must be of blocks before those to be verified.
+def best_budget(gain: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
+    """Rule `stale`: the budget B of the highest throughput. `gain` must come from blocks before those to be verified.
 
     A global search may look at any slot, so with the current survivals it would let a draft's own value, through the
-    slots behind it, decide whether the draft is verified.
+    slots behind it, decide whether the draft is verified. gain [S + 1]: see `gains`; num_sampling: requests that emit a
+    token this step whatever is verified; cost_ms: the whole step's predicted time with B slots verified, B = 0 .. at most S.
     """
-    return int(np.argmax(throughput(survival, num_sampling, cost_ms)))
+    return int(np.argmax((num_sampling + gain[: len(cost_ms)]) / cost_ms))
 
 
-def early_stop_budget(survival: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
+def early_stop_budget(gain: np.ndarray, num_sampling: int, cost_ms: np.ndarray) -> int:
     """Rule `early-stop` (DSpark, algorithm 1): go down the current slots, stop at the first that does not pay.
 
-    Lossless with the survivals of the very drafts to be verified: nothing behind the place where it stops was looked at.
+    Arguments as for `best_budget`, but `gain` may be of the very drafts to be verified: nothing behind the place where
+    it stops was looked at. With convex costs it is the best budget, too: gains are concave, so throughput has one peak.
     """
-    return int(np.argmin(np.diff(throughput(survival, num_sampling, cost_ms), append=-np.inf) > 0))
+    throughput = (num_sampling + gain[: len(cost_ms)]) / cost_ms
+    return int(np.argmin(np.diff(throughput, append=-np.inf) > 0))
 
 
 class Layout(NamedTuple):

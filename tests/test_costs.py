@@ -1,7 +1,6 @@
 """Decisions, given tables and survivals: budgets, whether to draft at all, and which tables are refused."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 from random_checkpoints import random_checkpoint
 
 from engine import Engine, SamplingParams
-from profile_costs import CostTable, padding_grid
-from verify import best_budget, early_stop_budget
+from profile_costs import CostTable, convex_below, padding_grid
+from verify import best_budget, early_stop_budget, gains
 
 META = {"device": "cpu", "dtype": "float32", "model": "m", "mode": "eager", "context_len": 8}
 
@@ -26,6 +25,16 @@ def test_costs_are_monotone_interpolated_and_extrapolated():
     assert costs[12] == pytest.approx(20 + 4 * 10 / 7)
     assert (np.diff(costs) >= 0).all()
     assert table().draft_ms(4) == pytest.approx([1, 1, 4 / 3, 5 / 3, 2])
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=20))
+def test_convex_below(costs):
+    costs = np.array(costs)
+    curve = convex_below(costs)
+    assert (curve <= costs + 1e-9).all() and (np.diff(curve, n=2) >= -1e-9).all()
+    assert curve[0] == costs[0] and curve[-1] == costs[-1]
+    if (np.diff(costs, n=2) >= 0).all():
+        assert curve == pytest.approx(costs)
 
 
 def test_padded_costs_are_a_staircase():
@@ -68,7 +77,7 @@ def test_a_table_from_elsewhere_is_refused(key, tmp_path):
 def test_early_stop_never_looks_behind_the_place_where_it_stops(survival, num_sampling, random):
     cost = np.cumsum([1.0] + [random.random() for _ in survival])
     survival = np.array(survival)
-    budget = early_stop_budget(survival, num_sampling, cost)
+    budget = early_stop_budget(gains(survival), num_sampling, cost)
     ranked = np.sort(survival)[::-1]
     expected = num_sampling + np.concatenate([[0], ranked.cumsum()])
     rates = expected / cost
@@ -76,13 +85,13 @@ def test_early_stop_never_looks_behind_the_place_where_it_stops(survival, num_sa
     assert budget == len(survival) or rates[budget + 1] <= rates[budget]
     hidden = ranked.copy()
     hidden[budget + 1 :] *= random.random()  # whatever lies behind changes nothing
-    assert early_stop_budget(hidden, num_sampling, cost) == budget
+    assert early_stop_budget(gains(hidden), num_sampling, cost) == budget
 
 
 def test_on_a_staircase_the_rules_differ():
     survival, cost = np.full(8, 0.9), np.array([10.0, 20, 20, 20, 20, 20, 20, 20, 20])
-    assert early_stop_budget(survival, 4, cost) == 0  # stops at the edge
-    assert best_budget(survival, 4, cost) == 8  # sees the plateau behind it
+    assert early_stop_budget(gains(survival), 4, cost) == 0  # stops at the edge
+    assert best_budget(gains(survival), 4, cost) == 8  # sees the plateau behind it
 
 
 def engine_with(table, tmp_path, **options):
@@ -102,20 +111,26 @@ def drafted_steps(engine, num_requests, max_tokens):
 def test_drafting_stops_when_it_cannot_pay_and_is_probed_again(tmp_path):
     dear = CostTable(dict(META), [(1, 50.0), (8, 60.0)], [(1, 10.0), (48, 480.0)])
     drafted = drafted_steps(engine_with(dear, tmp_path), 4, 200)
-    assert 0 < sum(drafted) < 20
     probes = [i for i, d in enumerate(drafted) if d]
-    assert max(np.diff(probes)) <= 40  # it does look again
+    assert 1 <= sum(np.diff(probes) > 1) <= 5 and len(probes) < 40  # it does look again
 
 
 def test_drafting_pays_only_where_it_raises_throughput(tmp_path):
     cheap = CostTable(dict(META), [(1, 0.1), (8, 0.2)], [(1, 10.0), (48, 11.0)])
     engine = engine_with(cheap, tmp_path)
-    sure, hopeless = (SimpleNamespace(old_survival=np.full(engine.gamma, s)) for s in (0.9, 0.0))
-    engine.probed_requests = 4
-    assert engine.drafting_pays([sure] * 4)
-    assert not engine.drafting_pays([hopeless] * 4)
-    assert engine.drafting_pays([sure] + [hopeless] * 3)
-    assert engine.drafting_pays([hopeless] * 6)  # the load has changed: a probe
+    recent = engine.recent_survival
+    for survival, pays in ((0.9, True), (0.0, False)):
+        recent[:] = survival
+        assert [engine.drafting_pays(R) for R in (1, 4, 8)] == [pays] * 3
+    recent[::4] = 0.9  # one good block of four
+    assert engine.drafting_pays(4)
+
+
+def test_a_draft_that_pays_for_one_request_need_not_pay_for_eight(tmp_path):
+    table = CostTable(dict(META), [(1, 1.0), (8, 30.0)], [(1, 10.0), (8, 15.0), (48, 90.0)])
+    engine = engine_with(table, tmp_path)
+    engine.recent_survival[:] = 0.6
+    assert [engine.drafting_pays(R) for R in (8, 1, 8, 1)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("rule", ["auto", "stale", "early-stop"])
