@@ -25,7 +25,7 @@ from model import (
     rope_factors,
     rope_frequencies,
 )
-from sampling import distribution, sample
+from sampling import Warp, distribution, race, sample
 
 
 class BlockContext(NamedTuple):
@@ -139,23 +139,30 @@ class Drafter(nn.Module):
         return hidden.view(R, length, -1), self.head(self.norm(hidden)).view(R, length, -1)
 
     def draft(
-        self, anchor: Tensor, seq_slot: Tensor, position: Tensor, temperature: Tensor, noise: Tensor
+        self,
+        anchor: Tensor,
+        seq_slot: Tensor,
+        position: Tensor,
+        warp: Warp,
+        noise: Tensor,
+        key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a block for each of R requests, left to right through the Markov head.
 
-        anchor, seq_slot, position, temperature [R]; noise [R, gamma] uniform in [0, 1). Returns drafts [R, gamma], the
-        distributions they were drawn from q [R, gamma, V], and calibrated confidence [R, gamma]: the probability that
-        draft k is accepted if those before it are. It is computed from drafts before k, never from draft k itself.
+        anchor, seq_slot, position [R]; warp of the R requests; noise [R, gamma] uniform in [0, 1); with key [R] drafts are
+        drawn by `race` instead. Returns drafts [R, gamma], the distributions they were drawn from q [R, gamma, V], and
+        calibrated confidence [R, gamma]: the probability that draft k is accepted if those before it are. It is
+        computed from drafts before k, never from draft k itself.
         """
         gamma = noise.shape[1]
         hidden, base = self.run_block(anchor, seq_slot, position, gamma)
         tokens, qs = [anchor], []
         for k in range(gamma):
-            qs.append(distribution(base[:, k] + self.markov_head(tokens[k]), temperature))
-            tokens.append(sample(qs[k], noise[:, k]))
+            qs.append(distribution(base[:, k] + self.markov_head(tokens[k]), warp))
+            tokens.append(sample(qs[k], noise[:, k]) if key is None else race(qs[k], key, position + k + 1))
         tokens = torch.stack(tokens, dim=1)
         logits = self.confidence_head(hidden, self.markov_head.markov_w1(tokens[:, :-1]))
-        confidence = (logits / self.confidence_temperature(temperature, gamma)).sigmoid()
+        confidence = (logits / self.confidence_temperature(warp.temperature, gamma)).sigmoid()
         return tokens[:, 1:], torch.stack(qs, dim=1), confidence
 
     def confidence_temperature(self, temperature: Tensor, gamma: int) -> Tensor:

@@ -29,13 +29,15 @@ from tqdm import tqdm
 
 from model import Config
 from profile_costs import CostTable, convex_below, doubling_grid, measure, padding_grid
-from sampling import DRAFT, request_key, uniform
-from verify import accept, admit, best_budget, early_stop_budget, gains, layout
+from sampling import DRAFT, Warp, request_key, uniform
+from verify import accept, accept_coupled, admit, best_budget, early_stop_budget, gains, layout, logprobs
 from weights import load_checkpoint
 
 DEFAULT_MODEL = str(Path(__file__).parent / "checkpoints" / "tiny")
 DEFAULT_PROMPT = 'def read_config(path):\n    """'
 BUDGET_RULES = ("auto", "stale", "early-stop")
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+ACCEPTANCE_RULES = ("rejection", "coupled")
 RECENT_BLOCKS = 64  # whose survivals stand for those of blocks to come
 PROBE_INTERVALS = 32, 512  # steps without drafts until a block is drafted to see whether it pays again: first, most
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,13 +45,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; seed together with the request's index keys its randomness."""
+    """How one request is sampled.
+
+    temperature 0 is greedy; top_k 0 keeps all tokens, top_p 1 all the mass. seed together with the request's index keys
+    its randomness. stop: the text ends before the first of these strings, token_ids with the token that completes it.
+    stop_token_ids: such a token ends the request and is part of neither. logprobs: how many of the best tokens' log-
+    probabilities to return beside each emitted token's own; None: none at all.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 128
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self):
         if not 0 <= self.temperature <= 1e6:
@@ -58,11 +70,23 @@ class SamplingParams:
             raise ValueError(f"seed is {self.seed}, allowed: 0 to 2**63 - 1")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}, allowed: 1 or more")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}, allowed: 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, allowed: above 0, at most 1")
+        if isinstance(self.stop, str) or "" in self.stop:
+            raise ValueError(f"stop is {self.stop!r}, allowed: a list of texts that are not empty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 100:
+            raise ValueError(f"logprobs is {self.logprobs}, allowed: 0 to 100")
 
 
 @dataclass
 class Completion:
-    """What one request came to. finish_reason: "stop" (a stop token, not part of the text) or "length"."""
+    """What one request came to. finish_reason: "stop" (a stop token or string) or "length".
+
+    logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}: the
+    target's own, before temperature, top-k and top-p.
+    """
 
     index: int
     prompt: str | None
@@ -70,6 +94,7 @@ class Completion:
     text: str
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[dict] | None = None
 
 
 class Request:
@@ -82,6 +107,8 @@ class Request:
         self.output: list[int] = []
         self.max_tokens = min(params.max_tokens, max_len - len(prompt_token_ids))
         self.finish_reason: str | None = None
+        self.text: str | None = None  # when it has finished
+        self.logprobs: list[dict] | None = None if params.logprobs is None else []
         self.slot = -1  # row in every cache and in the device state, while running
         self.prefilled = 0  # prompt tokens whose keys are stored; the last prompt token is the first anchor
         self.drafts: list[int] = []  # the block that the next step verifies, as read back
@@ -134,7 +161,9 @@ class Engine:
 
     model: a directory in the release format. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
     budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
-    staircase. cost_table: a table, or the path of a saved one, instead of measuring. compile: compile layers and drafts
+    staircase. draft_sample_method: "probabilistic" draws drafts as the requests are sampled, "greedy" takes the best.
+    acceptance: "rejection", or "coupled": the text is that of plain sampling with the same seed, whatever is drafted or
+    verified, at some cost in acceptance. cost_table: a table, or the path of a saved one, instead of measuring. compile: compile layers and drafts
     when the engine is made, which takes a minute, less when torch's own cache has them. padded: pad every step up to a
     grid of sizes, as captured graphs need it.
     Raises ValueError, naming the value and what is allowed, for anything that cannot work.
@@ -153,6 +182,8 @@ class Engine:
         compile: bool = False,
         profile_context_len: int = 8192,
         budget_rule: str = "auto",
+        draft_sample_method: str = "probabilistic",
+        acceptance: str = "rejection",
         cost_table: str | CostTable | None = None,
         padded: bool = False,
     ):
@@ -166,8 +197,13 @@ class Engine:
             raise ValueError(
                 f"max_num_seqs is {max_num_seqs}, allowed: 1 to max_num_batched_tokens ({max_num_batched_tokens})"
             )
-        if budget_rule not in BUDGET_RULES:
-            raise ValueError(f"budget_rule is {budget_rule!r}, allowed: {', '.join(BUDGET_RULES)}")
+        for name, value, allowed in (
+            ("budget_rule", budget_rule, BUDGET_RULES),
+            ("draft_sample_method", draft_sample_method, DRAFT_SAMPLE_METHODS),
+            ("acceptance", acceptance, ACCEPTANCE_RULES),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}, allowed: {', '.join(allowed)}")
         if profile_context_len < 0:
             raise ValueError(f"profile_context_len is {profile_context_len}, allowed: 0 or more")
         if not Path(model).is_dir():
@@ -201,12 +237,15 @@ class Engine:
         self.token_grid = make_grid(max_num_batched_tokens if padded else most_tokens)
         self.request_grid = make_grid(max_num_seqs)
         self.padded, self.compiled = padded, compile
+        self.greedy_drafts, self.coupled = draft_sample_method == "greedy", acceptance == "coupled"
 
         S = max_num_seqs + 1  # device state, one row per slot; the last one is scratch, for padding
         with torch.device(device):
             self.anchor = torch.zeros(S, dtype=torch.int64)  # newest token; the target has no keys for it yet
             self.position = torch.zeros(S, dtype=torch.int64)  # of the anchor
             self.temperature = torch.zeros(S)
+            self.top_k = torch.zeros(S, dtype=torch.int64)
+            self.top_p = torch.ones(S)
             self.key = torch.zeros(S, dtype=torch.int64)  # of the request's random numbers
             self.drafts = torch.zeros(S, gamma, dtype=torch.int64)
             self.q = torch.zeros(S, gamma, config.vocab_size)  # what each draft was drawn from
@@ -246,14 +285,16 @@ class Engine:
         budget = self.choose_budget(decoding, limits, num_fixed)
         slots = self.tensor([r.slot for r in decoding])
         self.lap("schedule")
-        emitted, accepted, admitted = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks)
+        trims = any(r.params.top_k or r.params.top_p < 1 for r in decoding)
+        num_best = max((-1 if r.params.logprobs is None else r.params.logprobs for r in decoding), default=-1)
+        verified = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks, trims, num_best)
         self.lap("verify")
         drafted = self.gamma > 0 and bool(decoding) and self.drafting_pays(len(decoding))
         if drafted:
-            self.run_draft(slots)
+            self.run_draft(slots, trims)
         self.lap("draft")
-        readback = [emitted, accepted[:, None], admitted[:, None], self.drafts[slots], self.confidence[slots]]
-        readback = torch.cat(readback, dim=1).tolist() if decoding else []  # the one device-to-host copy, as float32
+        readback = torch.cat([self.drafts[slots], self.confidence[slots], *verified], dim=1)
+        readback = readback.tolist() if decoding else []  # the one device-to-host copy, as float32
         record = self.finish_step(decoding, budget, num_fixed + budget, drafted, readback)
         self.lap("bookkeeping")
         return record
@@ -285,6 +326,7 @@ class Engine:
         r.slot = self.free_slots.pop()
         self.anchor[r.slot], self.position[r.slot] = r.prompt_token_ids[-1], len(r.prompt_token_ids) - 1
         self.temperature[r.slot], self.key[r.slot] = r.params.temperature, request_key(r.params.seed, r.index)
+        self.top_k[r.slot], self.top_p[r.slot] = r.params.top_k or self.config.vocab_size, r.params.top_p
         self.running.append(r)
 
     def choose_budget(self, decoding: list[Request], limits: list[int], num_fixed: int) -> int:
@@ -331,13 +373,24 @@ class Engine:
         self.undrafted_steps = 0
         return True
 
+    def warp(self, slots: Tensor, trims: bool) -> Warp:
+        """How the requests in `slots` [R] are sampled; trims: some of them with top-k or top-p."""
+        trimming = (self.top_k[slots], self.top_p[slots]) if trims else ()
+        return Warp(self.temperature[slots], *trimming)
+
     def run_verify(
-        self, slots: Tensor, limit: Tensor, budget: int, prompt_chunks: Sequence[PromptChunk] = ()
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        slots: Tensor,
+        limit: Tensor,
+        budget: int,
+        prompt_chunks: Sequence[PromptChunk] = (),
+        trims: bool = False,
+        num_best: int = -1,
+    ) -> list[Tensor]:
         """Verify `budget` drafts of the requests in `slots` [R] and store prompt chunks, in one forward of the target.
 
-        limit [R]: drafts that may be verified. Moves the anchors on. Returns emitted [R, gamma + 1], accepted [R] and
-        admitted [R]; accepted + 1 of the emitted tokens count.
+        limit [R]: drafts that may be verified. Moves the anchors on. Returns accepted [R, 1], admitted [R, 1] and
+        emitted [R, gamma + 1], of which accepted + 1 count; with num_best >= 0 also their log-probabilities, flat.
         """
         anchor, position, drafts, q = self.anchor[slots], self.position[slots], self.drafts[slots], self.q[slots]
         admitted = admit(self.confidence[slots].cumprod(1), limit, budget)
@@ -355,20 +408,25 @@ class Engine:
             token, place = F.pad(token, (0, pad)), F.pad(place, (0, pad))
             seq_slot = F.pad(seq_slot, (0, pad), value=self.max_num_seqs)
         logits, taps = self.target(token, seq_slot, place, rows)
-        result = accept(logits, spans, drafts, q, admitted, self.temperature[slots], self.key[slots], position)
+        how = admitted, self.warp(slots, trims), self.key[slots], position
+        result = accept_coupled(logits, spans, drafts, *how) if self.coupled else accept(logits, spans, drafts, q, *how)
         self.anchor[slots] = result.emitted.gather(1, result.accepted[:, None])[:, 0]
         self.position[slots] = position + result.accepted + 1
         if self.drafter:
             self.drafter.store(taps, seq_slot, place)
-        return result.emitted, result.accepted, admitted
+        verified = [result.accepted[:, None], admitted[:, None], result.emitted]
+        if num_best >= 0:
+            verified.append(logprobs(logits, spans, result.emitted, num_best).flatten(1))
+        return verified
 
-    def run_draft(self, slots: Tensor) -> None:
+    def run_draft(self, slots: Tensor, trims: bool = False) -> None:
         """Draft the next block of the requests in `slots` [R], from their anchors."""
         if pad := self.padding(len(slots), self.request_grid):
             slots = F.pad(slots, (0, pad), value=self.max_num_seqs)
-        anchor, position, temperature = self.anchor[slots], self.position[slots], self.temperature[slots]
-        noise = uniform(self.key[slots], position, DRAFT, self.gamma)
-        block = self.drafter.draft(anchor, slots, position, temperature, noise)
+        anchor, position, key = self.anchor[slots], self.position[slots], self.key[slots]
+        warp = Warp(torch.zeros(len(slots), device=self.device)) if self.greedy_drafts else self.warp(slots, trims)
+        noise = uniform(key, position, DRAFT, self.gamma)
+        block = self.drafter.draft(anchor, slots, position, warp, noise, key if self.coupled else None)
         self.drafts[slots], self.q[slots], self.confidence[slots] = block
 
     def padding(self, count: int, grid: list[int]) -> int:
@@ -383,8 +441,12 @@ class Engine:
         """Bookkeeping on the host: outputs, stops, statistics, freed slots. Returns the trace record."""
         gamma, stats, records = self.gamma, self.stats, []
         for r, row in zip(decoding, readback):
-            accepted, admitted = int(row[gamma + 1]), int(row[gamma + 2])
-            tokens = [int(t) for t in row[: accepted + 1]]
+            drafts, confidence, (accepted, admitted) = (
+                row[:gamma],
+                row[gamma : 2 * gamma],
+                map(int, row[2 * gamma :][:2]),
+            )
+            tokens = [int(t) for t in row[2 * gamma + 2 :][: accepted + 1]]
             stats.emitted += len(tokens)
             stats.reached[: min(accepted + 1, admitted)] += 1
             stats.accepted[:accepted] += 1
@@ -400,12 +462,13 @@ class Engine:
                 "accepted": accepted,
             }
             record["emitted"] = self.append(r, tokens)
+            if r.logprobs is not None:
+                r.logprobs += self.read_logprobs(row[3 * gamma + 3 :], record["emitted"], r.params.logprobs)
             records.append(record)
             if r.drafts:
                 self.recent_survival[self.num_blocks % RECENT_BLOCKS] = survival
                 self.num_blocks += 1
-            r.drafts = [int(t) for t in row[gamma + 3 : 2 * gamma + 3]] if drafted else []
-            r.confidence = row[2 * gamma + 3 :] if drafted else []
+            r.drafts, r.confidence = ([int(t) for t in drafts], confidence) if drafted else ([], [])
             if r.finish_reason:
                 self.running.remove(r)
                 self.free_slots.append(r.slot)
@@ -426,7 +489,7 @@ class Engine:
         }
 
     def append(self, r: Request, tokens: list[int]) -> list[int]:
-        """Add tokens to the request's output up to a stop token or max_tokens; returns those that were added."""
+        """Add tokens to the request's output up to a stop or max_tokens; returns those that were added."""
         stops = set(r.params.stop_token_ids) | (set() if r.params.ignore_eos else {self.config.eos_token_id})
         for i, token in enumerate(tokens):
             if token in stops:
@@ -434,10 +497,33 @@ class Engine:
                 return tokens[:i]
             r.output.append(token)
             self.stats.output_tokens += 1
-            if len(r.output) == r.max_tokens:
+            if self.stop_string_ends(r):
+                r.finish_reason = "stop"
+                text = self.decode(r.output)
+                r.text = text[: min(at for at in map(text.find, r.params.stop) if at >= 0)]
+            elif len(r.output) == r.max_tokens:
                 r.finish_reason = "length"
+            if r.finish_reason:
                 return tokens[: i + 1]
         return tokens
+
+    def stop_string_ends(self, r: Request) -> bool:
+        """Whether the newest token completes a stop string. A token has at least one byte, a character at most four."""
+        if not r.params.stop:
+            return False
+        tail = self.decode(r.output[-4 * max(map(len, r.params.stop)) - 4 :])
+        return any(stop in tail for stop in r.params.stop)
+
+    def read_logprobs(self, row: list[float], tokens: list[int], num_best: int) -> list[dict]:
+        """What Completion.logprobs says of the emitted tokens, from a row of `verify.logprobs`, flat."""
+        width = len(row) // (self.gamma + 1)  # 1 + twice the largest number of best tokens that a request asked for
+        found = []
+        for i, token in enumerate(tokens):
+            own, *rest = row[i * width : (i + 1) * width]
+            best, ids = rest[: width // 2], rest[width // 2 :]
+            top = [{"token_id": int(t), "logprob": lp} for t, lp in zip(ids[:num_best], best)]
+            found.append({"token_id": token, "logprob": own, "top_logprobs": top})
+        return found
 
     # ---- around the step -----------------------------------------------------------------------------------------
 
@@ -469,7 +555,15 @@ class Engine:
                 on_step(record)
         self.stats.wall_s = time.perf_counter() - start
         return [
-            Completion(r.index, r.prompt, r.prompt_token_ids, self.decode(r.output), r.output, r.finish_reason)
+            Completion(
+                index=r.index,
+                prompt=r.prompt,
+                prompt_token_ids=r.prompt_token_ids,
+                text=self.decode(r.output) if r.text is None else r.text,
+                token_ids=r.output,
+                finish_reason=r.finish_reason,
+                logprobs=r.logprobs,
+            )
             for r in requests
         ]
 
@@ -480,6 +574,8 @@ class Engine:
         for token in ids:
             if not (isinstance(token, int) and 0 <= token < self.config.vocab_size):
                 raise ValueError(f"prompt {index} has token id {token}, allowed: 0 to {self.config.vocab_size - 1}")
+        if params.logprobs is not None and params.logprobs > self.config.vocab_size:
+            raise ValueError(f"logprobs is {params.logprobs}, allowed: 0 to the vocabulary's {self.config.vocab_size}")
         if len(ids) >= self.max_model_len:
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens, allowed: fewer than max_model_len {self.max_model_len}"
@@ -511,7 +607,7 @@ class Engine:
         if self.drafter:
             self.drafter.compile_draft()
             noise = torch.rand(len(row), self.gamma, dtype=torch.float64, device=self.device)
-            self.drafter.draft(row % 2, slot, position, self.temperature[slot], noise)
+            self.drafter.draft(row % 2, slot, position, self.warp(slot, False), noise, slot if self.coupled else None)
 
     @torch.inference_mode()
     def profile(self, meta: dict) -> CostTable:
@@ -586,12 +682,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K best tokens (default: all)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="... from the best with mass P (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--stop", nargs="+", default=[], metavar="TEXT", help="end the text before any of these strings"
+    )
+    parser.add_argument("--logprobs", type=int, metavar="N", help="of every token and the N best, for --output-json")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     parser.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="default: block size; 0: no drafter at all"
     )
     parser.add_argument("--adaptive-verification", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--draft-sample-method", choices=DRAFT_SAMPLE_METHODS, default="probabilistic")
+    parser.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default="rejection")
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="R")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="T")
     parser.add_argument("--max-model-len", type=int, metavar="L", help="default: what the longest request needs")
@@ -648,6 +756,7 @@ class Display:
 
     def __init__(self, engine: Engine, prompts: list[str | list[int]], args: argparse.Namespace):
         self.engine, self.tokens, self.shown = engine, [], 0
+        self.held_back = max(map(len, args.stop), default=1) - 1  # characters that may turn out to open a stop string
         self.stream = len(prompts) == 1 and args.output_json != "-"
         self.bar = None if self.stream else tqdm(total=len(prompts) * args.max_tokens, unit="token", leave=False)
         if self.stream:
@@ -659,8 +768,9 @@ class Display:
                 self.tokens += request["emitted"]
                 text = self.engine.decode(self.tokens)
                 if not text.endswith("\ufffd"):  # wait for the rest of a character that is split over tokens
-                    print(text[self.shown :], end="", flush=True)
-                    self.shown = len(text)
+                    end = max(len(text) - self.held_back, self.shown)
+                    print(text[self.shown : end], end="", flush=True)
+                    self.shown = end
             else:
                 self.bar.update(len(request["emitted"]))
 
@@ -697,7 +807,16 @@ def summary(stats: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        params = SamplingParams(args.temperature, args.max_tokens, args.seed, args.ignore_eos)
+        params = SamplingParams(
+            temperature=args.temperature,
+            max_tokens=args.max_tokens,
+            seed=args.seed,
+            ignore_eos=args.ignore_eos,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            stop=tuple(args.stop),
+            logprobs=args.logprobs,
+        )
         prompts = read_prompts(args)
         files = ExitStack()
         trace, output = (files.enter_context(open_output(path)) for path in (args.trace, args.output_json))
@@ -715,6 +834,8 @@ def main(argv: list[str] | None = None) -> int:
             args.compile,
             args.profile_context_len,
             args.budget_rule,
+            args.draft_sample_method,
+            args.acceptance,
             args.cost_table,
         )
         for i, prompt in enumerate(prompts):
@@ -738,7 +859,10 @@ def main(argv: list[str] | None = None) -> int:
         print(summary(stats), file=sys.stderr)
         if output:
             for completion in completions:
-                print(json.dumps(asdict(completion)), file=output)
+                fields = {
+                    key: value for key, value in asdict(completion).items() if value is not None or key == "prompt"
+                }
+                print(json.dumps(fields), file=output)
             print(json.dumps({"stats": stats}), file=output, flush=True)
     return 0
 

@@ -4,13 +4,28 @@ A random number is a pure function of (seed, request, anchor position, purpose),
 copied or rolled back, and neighbours in the batch cannot disturb it. With a fixed draft length a request's output is
 therefore the same alone and in company. With adaptive verification at a temperature above 0 it is not: the company, and
 the measured costs, decide how many drafts are verified, so the anchors and the numbers drawn there move. Its distribution
-is the target's either way.
+is the target's either way. Coupled acceptance draws by `race` instead, keyed by the position of the token itself; the text
+is then a function of the seed alone.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-DRAFT, VERIFY = range(2)  # purposes: drawing draft tokens; accepting them and drawing the residual or bonus token
+# purposes: drawing draft tokens; accepting them and drawing the residual or bonus token; one number per vocabulary entry
+DRAFT, VERIFY, RACE = range(3)
+
+
+class Warp(NamedTuple):
+    """How R rows of logits become distributions. top_k and top_p are None where no row of the step uses them."""
+
+    temperature: Tensor  # [R]; 0 is greedy
+    top_k: Tensor | None = None  # [R] int64 most tokens to keep
+    top_p: Tensor | None = None  # [R] probability mass to keep, after top_k
+
+    def of(self, rows: Tensor) -> "Warp":
+        return Warp(*(None if t is None else t[rows] for t in self))
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -38,14 +53,29 @@ def uniform(key: Tensor, position: Tensor, purpose: int, count: int) -> Tensor:
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
-def distribution(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits [..., V], temperature [...] -> probabilities [..., V] in float32; one-hot at the maximum for temperature 0."""
+def distribution(logits: Tensor, warp: Warp) -> Tensor:
+    """logits [R, V] -> probabilities [R, V] in float32 after temperature, top-k and top-p; one-hot for temperature 0."""
     logits = logits.float()
     best = logits.argmax(-1, keepdim=True)
     below_best = logits - logits.gather(-1, best)  # <= 0: a tiny temperature cannot overflow it
-    warm = temperature[..., None] > 0
-    p = (below_best / torch.where(warm, temperature[..., None], 1.0)).softmax(-1)
+    warm = warp.temperature[:, None] > 0
+    p = (below_best / torch.where(warm, warp.temperature[:, None], 1.0)).softmax(-1)
+    if warp.top_k is not None:
+        p = trim(p, warp.top_k, warp.top_p)
     return torch.where(warm, p, torch.zeros_like(p).scatter_(-1, best, 1.0))
+
+
+def trim(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keep of p [R, V] the top_k [R] best tokens, of those the fewest that reach the mass top_p [R]; renormalised.
+
+    Ties go to the smaller token id.
+    """
+    ranked, token = p.sort(dim=-1, descending=True, stable=True)
+    ranked = torch.where(torch.arange(p.shape[-1], device=p.device) < top_k[:, None], ranked, 0.0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    mass_before = ranked.cumsum(-1) - ranked  # 0 for the best: it always stays
+    ranked = torch.where(mass_before < top_p[:, None], ranked, 0.0)
+    return torch.zeros_like(p).scatter(-1, token, ranked / ranked.sum(-1, keepdim=True))
 
 
 def sample(weights: Tensor, u: Tensor) -> Tensor:
@@ -56,3 +86,13 @@ def sample(weights: Tensor, u: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = u[..., None] * cumulative[..., -1:]
     return torch.searchsorted(cumulative, target, right=True)[..., 0].clamp(max=weights.shape[-1] - 1)
+
+
+def race(p: Tensor, key: Tensor, position: Tensor) -> Tensor:
+    """Draw from p [R, V] by exponential race (the Gumbel-max trick): token x has the time E_x / p_x, the first one wins.
+
+    The E are keyed by (request key [R], position [R] of the token to draw) and nothing else, so a draft and the target
+    that race at one position agree as often as their distributions allow (Daliri et al., 2025). Returns tokens [R].
+    """
+    exponential = -uniform(key, position, RACE, p.shape[-1]).log()
+    return (p / exponential).argmax(-1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampling import VERIFY, distribution, sample, uniform
+from sampling import VERIFY, Warp, distribution, race, sample, uniform
 
 
 def admit(survival: Tensor, limit: Tensor, budget: int) -> Tensor:
@@ -86,32 +86,66 @@ def accept(
     drafts: Tensor,
     q: Tensor,
     admitted: Tensor,
-    temperature: Tensor,
+    warp: Warp,
     key: Tensor,
     position: Tensor,
 ) -> Accepted:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) over all spans at once.
 
-    logits [M, V] of the target; drafts [R, gamma]; q [R, gamma, V]: what the drafts were drawn from; admitted,
-    temperature, key (random), position (of the anchor) [R]. Draft x at k is accepted with probability
+    logits [M, V] of the target; drafts [R, gamma]; q [R, gamma, V]: what the drafts were drawn from; admitted [R]; warp of
+    the R requests; key (random) and position (of the anchor) [R]. Draft x at k is accepted with probability
     min(1, p(x) / q(x)); the first rejection draws from (p - q)+, a fully accepted span draws a bonus token from p.
     At temperature 0 both are one-hot, which makes this "accept while equal to the argmax".
     """
     R, gamma = drafts.shape
-    p = distribution(logits, temperature[spans.row])  # [M, V]
-    slot = torch.arange(gamma, device=drafts.device)
-    source = (spans.start[:, None] + slot).clamp(max=len(p) - 1)  # [R, gamma] the row of p that judges each draft
-    p_draft = p[source, drafts]
+    p = distribution(logits, warp.of(spans.row))  # [M, V]
+    judge = judges(spans, gamma)
+    p_draft = p[judge, drafts]
     q_draft = q.gather(2, drafts[..., None])[..., 0]
     noise = uniform(key, position, VERIFY, gamma + 1)  # one number per draft, the last for the token after them
-    passed = noise[:, :gamma] * q_draft < p_draft
-    accepted = (passed & (slot < admitted[:, None])).long().cumprod(1).sum(1)
+    accepted = prefix(noise[:, :gamma] * q_draft < p_draft, admitted)
     weights = p[spans.start + accepted]  # [R, V] p where the span stopped
     if gamma:
         residual = (weights - q[torch.arange(R, device=q.device), accepted.clamp(max=gamma - 1)]).clamp(min=0)
         rejected = (accepted < admitted) & (residual.sum(-1) > 0)  # a residual is empty only through rounding
         weights = torch.where(rejected[:, None], residual, weights)
-    final = sample(weights, noise[:, gamma])
+    return emit(drafts, accepted, sample(weights, noise[:, gamma]))
+
+
+def accept_coupled(
+    logits: Tensor, spans: Layout, drafts: Tensor, admitted: Tensor, warp: Warp, key: Tensor, position: Tensor
+) -> Accepted:
+    """Target and drafter draw with the same random numbers; drafts are accepted while they are what the target draws.
+
+    Arguments as for `accept`. What comes out is what the target alone would draw, whatever was drafted or verified.
+    """
+    p = distribution(logits, warp.of(spans.row))
+    drawn = race(p, key[spans.row], position[spans.row] + spans.offset + 1)  # [M]
+    accepted = prefix(drawn[judges(spans, drafts.shape[1])] == drafts, admitted)
+    return emit(drafts, accepted, drawn[spans.start + accepted])
+
+
+def judges(spans: Layout, gamma: int) -> Tensor:
+    """The row of the step [R, gamma] whose logits judge each draft: that of the token before it."""
+    return (spans.start[:, None] + torch.arange(gamma, device=spans.start.device)).clamp(max=len(spans.token) - 1)
+
+
+def prefix(passed: Tensor, admitted: Tensor) -> Tensor:
+    """passed [R, gamma] bool, admitted [R] -> how many drafts of each request pass before the first that does not [R]."""
+    return (passed & (torch.arange(passed.shape[1], device=passed.device) < admitted[:, None])).long().cumprod(1).sum(1)
+
+
+def emit(drafts: Tensor, accepted: Tensor, final: Tensor) -> Accepted:
+    """The accepted drafts of [R, gamma], then the final token [R]."""
     emitted = torch.cat([drafts, final[:, None]], dim=1)
-    emitted = emitted.scatter(1, accepted[:, None], final[:, None])
-    return Accepted(emitted, accepted)
+    return Accepted(emitted.scatter(1, accepted[:, None], final[:, None]), accepted)
+
+
+def logprobs(logits: Tensor, spans: Layout, emitted: Tensor, num_best: int) -> Tensor:
+    """Log-probabilities of the target, before any warping, of emitted tokens [R, gamma + 1] and of the num_best best.
+
+    Returns [R, gamma + 1, 1 + 2 * num_best]: the emitted token's, then those of the best, then which tokens these are.
+    """
+    judged = logits.log_softmax(-1)[judges(spans, emitted.shape[1])]  # [R, gamma + 1, V]
+    best = judged.topk(num_best, dim=-1)
+    return torch.cat([judged.gather(2, emitted[..., None]), best.values, best.indices.float()], dim=2)

@@ -14,6 +14,7 @@ from random_checkpoints import random_checkpoint
 from safetensors.torch import load_file
 
 from drafter import expected_calibration_error, fit_calibration
+from sampling import Warp
 from weights import load_checkpoint
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def test_batch_equals_reference(name, gamma, checkpoint):
         if parts:
             row, place = torch.tensor(parts).T
             drafter.store(taps[row, place], slot[row], place)
-    block = drafter.draft(anchor, slot, position, temperature, noise)
+    block = drafter.draft(anchor, slot, position, Warp(temperature), noise)
 
     assert [tuple(t.shape) for t in block] == [(R, gamma), (R, gamma, config["vocab_size"]), (R, gamma)]
     assert (block[1].sum(-1) - 1).abs().max() < 1e-5 and (block[2] - 0.5).abs().median() < 0.45
@@ -305,7 +306,7 @@ def test_rejected_drafts_leave_no_trace(name, gamma, max_chunk, wrong_tokens, ch
             position[r] = next_position
         drafter.store(torch.cat(stored), slot[torch.tensor(rows)], torch.tensor(places))
         anchor = torch.randint(config["vocab_size"], (R,), generator=generator)
-        block = drafter.draft(anchor, slot, position, temperature, noise)
+        block = drafter.draft(anchor, slot, position, Warp(temperature), noise)
         if step % 12 == 5 or position.min() >= 100:
             assert_equals_reference(block, directory, taps, anchor, position, temperature, noise)
         step += 1
@@ -320,11 +321,11 @@ def test_confidence_depends_on_earlier_drafts_only(checkpoint):
     for r in range(2):
         drafter.store(random_taps(directory, 2)[r, :20], torch.full((20,), r), torch.arange(20))
     sampled, noise = torch.ones(2), random_noise(2, gamma)
-    drafts, _, confidence = drafter.draft(anchor, slot, position, sampled, noise)
+    drafts, _, confidence = drafter.draft(anchor, slot, position, Warp(sampled), noise)
     for k in range(gamma):
         changed = noise.clone()
         changed[0, k] = (noise[0, k] + 0.5) % 1
-        other_drafts, _, other_confidence = drafter.draft(anchor, slot, position, sampled, changed)
+        other_drafts, _, other_confidence = drafter.draft(anchor, slot, position, Warp(sampled), changed)
         assert other_drafts[0, k] != drafts[0, k]
         assert torch.equal(other_drafts[0, :k], drafts[0, :k])
         assert torch.equal(other_confidence[0, : k + 1], confidence[0, : k + 1])
@@ -335,7 +336,7 @@ def test_confidence_depends_on_earlier_drafts_only(checkpoint):
 
 def test_noise_is_ignored_at_temperature_zero(checkpoint):
     drafter = load_drafter(checkpoint("one-stage"), 1, 24)
-    arguments = torch.tensor([7]), torch.tensor([0]), torch.tensor([0]), torch.zeros(1)
+    arguments = torch.tensor([7]), torch.tensor([0]), torch.tensor([0]), Warp(torch.zeros(1))
     blocks = [drafter.draft(*arguments, random_noise(1, 5, seed=seed)) for seed in range(2)]
     for first, second in zip(*blocks):
         assert torch.equal(first, second)
@@ -382,7 +383,7 @@ def test_calibration_of_the_nearest_temperature_is_applied(tmp_path):
         drafter = load_drafter(directory, 5, 24)
         for r in range(5):
             drafter.store(taps[r, :16], torch.full((16,), r), torch.arange(16))
-        return drafter.draft(slot + 3, slot, position, temperature, noise)
+        return drafter.draft(slot + 3, slot, position, Warp(temperature), noise)
 
     plain_drafts, plain_q, plain_confidence = draft()
     calibration = {"confidence_temperature": {"1.0": fitted[1], "0.0": fitted[0]}}

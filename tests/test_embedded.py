@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from test_model import reference_logits
 from transformers import AutoModelForCausalLM
@@ -53,3 +54,26 @@ def test_greedy_continuation_is_that_of_transformers():
         for _ in range(48):
             tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     assert outputs == tokens[:, 40:].tolist()
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
+def test_logprobs_are_those_of_transformers(acceptance):
+    prompts = [held_out_prompts(1, seed=i, length=20 + i)[0] for i in range(6)]
+    params = [SamplingParams(t, 40, ignore_eos=True, top_k=50, logprobs=n) for t, n in zip((0, 1, 1, 0.5, 1, 2), (5, 0, 1, 3, None, 20))]  # fmt: skip
+    engine = Engine(max_num_seqs=6, acceptance=acceptance)
+    completions = engine.generate(prompts, params)
+    assert engine.stats.accepted.sum() > 20  # accepted drafts have theirs, too
+    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL, dtype=torch.float32).eval()
+    for c, p in zip(completions, params):
+        if p.logprobs is None:
+            assert c.logprobs is None
+            continue
+        with torch.inference_mode():
+            logits = model(torch.tensor([c.prompt_token_ids + c.token_ids]), use_cache=False).logits[0]
+        expected = logits.log_softmax(-1)[len(c.prompt_token_ids) - 1 : -1]
+        assert [entry["token_id"] for entry in c.logprobs] == c.token_ids
+        for entry, row in zip(c.logprobs, expected):
+            assert entry["logprob"] == pytest.approx(row[entry["token_id"]].item(), abs=1e-3)
+            best = row.topk(p.logprobs).values.tolist()
+            assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(best, abs=1e-3)
+            assert [row[top["token_id"]].item() for top in entry["top_logprobs"]] == pytest.approx(best, abs=1e-3)

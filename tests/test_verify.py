@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling import distribution, uniform
+from sampling import Warp, distribution, uniform
 from verify import accept, admit, best_budget, gains, layout
 
 CONFIDENCE = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1, width=32))  # many ties, many saturated
@@ -91,7 +91,7 @@ def run_accept(p_logits, q, drafts, admitted, temperature, key):
     spans = layout(torch.zeros(N, dtype=torch.int64), drafts, admitted, int(admitted.sum()))
     logits = p_logits[spans.offset]
     q = q.expand(N, GAMMA, V)
-    return accept(logits, spans, drafts, q, admitted, torch.full((N,), temperature), key, torch.zeros(N).long())
+    return accept(logits, spans, drafts, q, admitted, Warp(torch.full((N,), temperature)), key, torch.zeros(N).long())
 
 
 @pytest.mark.parametrize("admitted", [0, 1, 2])
@@ -103,7 +103,7 @@ def test_emitted_tokens_follow_the_target(admitted, temperature):
     N = 200_000
     drafts = torch.multinomial(q, N, replacement=True).T
     result = run_accept(p_logits, q, drafts, admitted, temperature, torch.randint(2**62, (N,)))
-    p = distribution(p_logits, torch.tensor(temperature))
+    p = distribution(p_logits, Warp(torch.full((GAMMA + 1,), temperature)))
     observed, expected = torch.bincount(result.emitted[:, 0], minlength=V), N * p[0].double()
     assert ((observed - expected) ** 2 / expected).sum() < 33.4  # quantile of chi-square with 4 degrees of freedom
     if admitted:
@@ -123,7 +123,7 @@ def test_greedy_accepts_exactly_the_argmax():
     admitted = torch.tensor([2, 2, 2])
     spans = layout(torch.zeros(3, dtype=torch.int64), drafts, admitted, 6)
     key = torch.arange(3)
-    result = accept(p_logits[spans.offset], spans, drafts, q, admitted, torch.zeros(3), key, key)
+    result = accept(p_logits[spans.offset], spans, drafts, q, admitted, Warp(torch.zeros(3)), key, key)
     assert result.accepted.tolist() == [2, 1, 0]
     assert [row[: n + 1] for row, n in zip(result.emitted.tolist(), result.accepted.tolist())] == [
         [1, 2, 3],
@@ -135,9 +135,11 @@ def test_greedy_accepts_exactly_the_argmax():
 def test_extreme_temperatures():
     logits = torch.tensor([[3.0, 5.0, 5.0, -40.0]]) * 10
     for cold in (1e-3, 1e-30, 1e-40):
-        p = distribution(logits, torch.tensor([cold]))
+        p = distribution(logits, Warp(torch.tensor([cold])))
         torch.testing.assert_close(p, torch.tensor([[0.0, 0.5, 0.5, 0.0]]))
-    torch.testing.assert_close(distribution(logits, torch.tensor([1e6])), torch.full((1, 4), 0.25), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        distribution(logits, Warp(torch.tensor([1e6]))), torch.full((1, 4), 0.25), atol=1e-3, rtol=0
+    )
 
 
 def test_an_equal_draft_distribution_is_always_accepted():
