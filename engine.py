@@ -84,8 +84,8 @@ class SamplingParams:
 class Completion:
     """What one request came to. finish_reason: "stop" (a stop token or string) or "length".
 
-    logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}: the
-    target's own, before temperature, top-k and top-p.
+    logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}:
+    the target's own, before temperature, top-k and top-p.
     """
 
     index: int
@@ -163,9 +163,9 @@ class Engine:
     budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
     staircase. draft_sample_method: "probabilistic" draws drafts as the requests are sampled, "greedy" takes the best.
     acceptance: "rejection", or "coupled": the text is that of plain sampling with the same seed, whatever is drafted or
-    verified, at some cost in acceptance. cost_table: a table, or the path of a saved one, instead of measuring. compile: compile layers and drafts
-    when the engine is made, which takes a minute, less when torch's own cache has them. padded: pad every step up to a
-    grid of sizes, as captured graphs need it.
+    verified, at some cost in acceptance. cost_table: a table, or the path of a saved one, instead of measuring. compile:
+    compile layers and drafts when the engine is made, which takes a minute, less when torch's own cache has them.
+    padded: pad every step up to a grid of sizes, as captured graphs need it.
     Raises ValueError, naming the value and what is allowed, for anything that cannot work.
     """
 

@@ -18,8 +18,9 @@ from sampling import VERIFY, Warp, distribution, race, sample, uniform
 def admit(survival: Tensor, limit: Tensor, budget: int) -> Tensor:
     """Admit the `budget` best draft slots of all requests. Ties go to the earlier position, then the earlier request.
 
-    survival [R, gamma], not rising along a row (a rise by rounding is levelled); limit [R]: how many drafts of each request may be verified at all;
-    budget <= limit.sum(). Returns admitted [R]: a prefix length per request, summing to the budget.
+    survival [R, gamma], not rising along a row (a rise by rounding is levelled); limit [R]: how many drafts of each
+    request may be verified at all; budget <= limit.sum(). Returns admitted [R]: a prefix length per request, summing to
+    the budget.
     """
     R, gamma = survival.shape
     slot = torch.arange(gamma, device=survival.device)

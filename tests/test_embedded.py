@@ -59,7 +59,8 @@ def test_greedy_continuation_is_that_of_transformers():
 @pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
 def test_logprobs_are_those_of_transformers(acceptance):
     prompts = [held_out_prompts(1, seed=i, length=20 + i)[0] for i in range(6)]
-    params = [SamplingParams(t, 40, ignore_eos=True, top_k=50, logprobs=n) for t, n in zip((0, 1, 1, 0.5, 1, 2), (5, 0, 1, 3, None, 20))]  # fmt: skip
+    wanted = [(0, 5), (1, 0), (1, 1), (0.5, 3), (1, None), (2, 20)]
+    params = [SamplingParams(t, 40, ignore_eos=True, top_k=50, logprobs=n) for t, n in wanted]
     engine = Engine(max_num_seqs=6, acceptance=acceptance)
     completions = engine.generate(prompts, params)
     assert engine.stats.accepted.sum() > 20  # accepted drafts have theirs, too
