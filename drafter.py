@@ -79,6 +79,47 @@ class ConfidenceHead(nn.Module):
         return F.linear(torch.cat([hidden, markov], -1).float(), self.proj.weight.float())[..., 0]
 
 
+class Calibration(nn.Module):
+    """Turns what is known before draft k is drawn into the probability that it is accepted if it is reached.
+
+    Per position and sampling temperature it is a logistic function of `calibration_features`. Without fitted weights
+    the confidence head is taken at its word.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weights: dict[float, list[list[float]]] = {}  # sampling temperature -> one row of weights per position
+
+    def load(self, directory: Path) -> None:
+        """Use what `train.py --calibrate` fitted, if the checkpoint directory has it."""
+        path = Path(directory) / "calibration.json"
+        if path.exists():
+            fitted = json.loads(path.read_text())["confidence_weights"]
+            self.weights = {float(temperature): rows for temperature, rows in fitted.items()}
+
+    def forward(self, head: Tensor, draft_logits: Tensor, temperature: Tensor) -> Tensor:
+        """head [R, gamma], draft_logits [R, gamma, V], temperature [R] -> confidence [R, gamma].
+
+        Of the fitted sampling temperatures the nearest counts; positions beyond those fitted use the last one.
+        """
+        if not self.weights:
+            return head.sigmoid()
+        gamma, device = head.shape[1], head.device
+        nearest = (temperature[:, None] - torch.tensor(list(self.weights), device=device)).abs().argmin(1)
+        table = torch.tensor([(rows + rows[-1:] * gamma)[:gamma] for rows in self.weights.values()], device=device)
+        return (calibration_features(head, draft_logits) * table[nearest]).sum(-1).sigmoid()
+
+
+def calibration_features(head: Tensor, draft_logits: Tensor) -> Tensor:
+    """One, the confidence head's logit, entropy and log-odds of the best token of the draft distribution at temperature
+    1, and their products in pairs. head [...], draft_logits [..., V] -> [..., 10]."""
+    log_q = draft_logits.float().log_softmax(-1)
+    entropy, best = -(log_q.exp() * log_q).sum(-1), log_q.amax(-1)
+    odds = best - (-best.expm1()).clamp(min=1e-6).log()
+    x = torch.stack([torch.ones_like(head), head, entropy, odds], dim=-1)
+    return torch.cat([x[..., i, None] * x[..., i:] for i in range(4)], dim=-1)
+
+
 class Drafter(nn.Module):
     """Stages and heads; embedding and output head are the target's own modules. Call `allocate_cache` first."""
 
@@ -95,7 +136,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
-        self.calibration = {}  # sampling temperature -> one confidence temperature per position
+        self.calibration = Calibration()
         self.register_buffer("frequencies", rope_frequencies(config, False), persistent=False)
 
     def allocate_cache(self, num_slots: int, max_len: int, max_chunk: int):
@@ -156,33 +197,15 @@ class Drafter(nn.Module):
         """
         gamma = noise.shape[1]
         hidden, base = self.run_block(anchor, seq_slot, position, gamma)
-        tokens, qs = [anchor], []
+        tokens, logits, qs = [anchor], [], []
         for k in range(gamma):
-            qs.append(distribution(base[:, k] + self.markov_head(tokens[k]), warp))
+            logits.append(base[:, k] + self.markov_head(tokens[k]))
+            qs.append(distribution(logits[k], warp))
             tokens.append(sample(qs[k], noise[:, k]) if key is None else race(qs[k], key, position + k + 1))
         tokens = torch.stack(tokens, dim=1)
-        logits = self.confidence_head(hidden, self.markov_head.markov_w1(tokens[:, :-1]))
-        confidence = (logits / self.confidence_temperature(warp.temperature, gamma)).sigmoid()
+        head = self.confidence_head(hidden, self.markov_head.markov_w1(tokens[:, :-1]))
+        confidence = self.calibration(head, torch.stack(logits, dim=1), warp.temperature)
         return tokens[:, 1:], torch.stack(qs, dim=1), confidence
-
-    def confidence_temperature(self, temperature: Tensor, gamma: int) -> Tensor:
-        """Divisors [R, gamma] for the confidence logits, from the calibration fitted nearest to each temperature [R].
-
-        Positions beyond those fitted use the last one; without a calibration all are 1.
-        """
-        if not self.calibration:
-            return torch.ones_like(temperature)[:, None]
-        fitted = torch.tensor(list(self.calibration), device=temperature.device)
-        table = [(row + row[-1:] * gamma)[:gamma] for row in self.calibration.values()]
-        nearest = (temperature[:, None] - fitted).abs().argmin(1)
-        return torch.tensor(table, device=temperature.device)[nearest]
-
-    def load_calibration(self, directory: Path) -> None:
-        """Use the temperatures that `train.py --calibrate` fitted, if the checkpoint directory has them."""
-        path = Path(directory) / "calibration.json"
-        if path.exists():
-            fitted = json.loads(path.read_text())["confidence_temperature"]
-            self.calibration = {float(temperature): values for temperature, values in fitted.items()}
 
 
 def expected_calibration_error(predicted: Tensor, happened: Tensor, num_bins: int = 15) -> float:
@@ -195,18 +218,33 @@ def expected_calibration_error(predicted: Tensor, happened: Tensor, num_bins: in
     return (gap.abs().sum() / len(predicted)).item()
 
 
-def fit_calibration(logits: Tensor, survived: Tensor) -> list[float]:
-    """Sequential temperature scaling (DSpark section on calibration): one temperature per position, left to right.
+def fit_calibration(features: Tensor, survived: Tensor) -> list[list[float]]:
+    """The weights of `Calibration` for one sampling temperature, position by position, left to right.
 
-    logits [N, gamma] of the confidence head, survived [N, gamma] bool: were drafts 0..k all accepted. Each position's
-    temperature minimises the calibration error of the survival product, earlier positions being fixed.
+    features [N, gamma, F] (see `calibration_features`), survived [N, gamma] bool: were drafts 0..k all accepted. First
+    a logistic regression over the blocks that reached position k, then sequential temperature scaling (DSpark section
+    on calibration): the divisor that minimises the calibration error of the survival product, earlier positions fixed.
     """
-    survival, temperatures = torch.ones(len(logits)), []
+    survival, fitted = torch.ones(len(features)), []
     grid = torch.logspace(-0.7, 0.7, 141)
-    for k in range(logits.shape[1]):
-        candidates = [survival * (logits[:, k] / t).sigmoid() for t in grid]
+    for k in range(features.shape[1]):
+        reached = survived[:, k - 1] if k else torch.ones_like(survived[:, 0])
+        weights = logistic_regression(features[reached, k], survived[reached, k])
+        candidates = [survival * (features[:, k] @ weights / t).sigmoid() for t in grid]
         errors = [expected_calibration_error(candidate, survived[:, k]) for candidate in candidates]
         best = min(range(len(grid)), key=errors.__getitem__)
-        temperatures.append(round(grid[best].item(), 4))
+        fitted.append((weights / grid[best]).tolist())
         survival = candidates[best]
-    return temperatures
+    return fitted
+
+
+def logistic_regression(x: Tensor, y: Tensor, ridge: float = 0.01, steps: int = 30) -> Tensor:
+    """Weights [F] with sigmoid(x @ weights) near y, by Newton's method. x [N, F], the first column all ones; y [N] bool."""
+    scale = x.double().std(0).clamp(min=1e-9)
+    scale[0] = 1.0
+    x, y, weights = x.double() / scale, y.double(), torch.zeros(x.shape[1], dtype=torch.float64)
+    for _ in range(steps):
+        p = (x @ weights).sigmoid()
+        curvature = (x * (p * (1 - p))[:, None]).T @ x + ridge * torch.eye(len(weights))
+        weights += torch.linalg.solve(curvature, x.T @ (y - p) - ridge * weights)
+    return (weights / scale).float()

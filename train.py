@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from drafter import Drafter, expected_calibration_error, fit_calibration
+from drafter import Drafter, calibration_features, expected_calibration_error, fit_calibration
 from model import Config, MoE, Transformer
 from weights import cast, load_checkpoint, save_checkpoint
 
@@ -483,22 +483,28 @@ def held_out_prompts(count: int, seed: int = 0, length: int = 48, kind: str = "a
     return prompts
 
 
-def generated_blocks(
-    engine, prompts: list[list[int]], temperature: float, max_tokens: int = 128
-) -> tuple[Tensor, Tensor]:
-    """Confidence [N, gamma] and accepted drafts [N] of every fully verified block while generating from the prompts."""
+def generated_blocks(engine, prompts: list[list[int]], temperature: float, max_tokens: int = 128):
+    """Every fully verified block while generating from the prompts, N of them.
+
+    Returns calibration features [N, gamma, F], confidence [N, gamma] and accepted drafts [N].
+    """
     from engine import SamplingParams
 
-    confidence, accepted = [], []
+    newest, waiting, blocks = [], {}, []
+
+    def observe(calibration, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        newest[:] = calibration_features(*inputs[:2])
 
     def on_step(record: dict) -> None:
-        for r in record["requests"]:
+        for r, features in zip(record["requests"], newest):  # these are of the block that this step has drafted
             if r["admitted"] == engine.gamma:
-                confidence.append(r["confidence"])
-                accepted.append(r["accepted"])
+                blocks.append((waiting[r["index"]], torch.tensor(r["confidence"]), torch.tensor(r["accepted"])))
+            waiting[r["index"]] = features
 
+    hook = engine.drafter.calibration.register_forward_hook(observe)
     engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True), on_step)
-    return torch.tensor(confidence), torch.tensor(accepted)
+    hook.remove()
+    return tuple(torch.stack(column) for column in zip(*blocks))
 
 
 def full_verification_engine():
@@ -508,15 +514,14 @@ def full_verification_engine():
 
 
 def calibrate() -> None:
-    """Fit confidence temperatures for sampling at temperature 1 and 0, and store them beside the checkpoint."""
-    (CHECKPOINT / "calibration.json").unlink(missing_ok=True)
+    """Fit the calibration for sampling at temperature 1 and 0, and store it beside the checkpoint."""
     engine, fitted = full_verification_engine(), {}
     for temperature in (1.0, 0.0):
-        confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=1), temperature)
+        features, _, accepted = generated_blocks(engine, held_out_prompts(384, seed=1), temperature)
         survived = accepted[:, None] > torch.arange(engine.gamma)
-        fitted[str(temperature)] = fit_calibration(confidence.double().logit().float(), survived)
-        print(f"temperature {temperature}: {len(accepted)} blocks, confidence temperatures {fitted[str(temperature)]}")
-    (CHECKPOINT / "calibration.json").write_text(json.dumps({"confidence_temperature": fitted}, indent=2) + "\n")
+        fitted[str(temperature)] = [[round(w, 5) for w in row] for row in fit_calibration(features, survived)]
+        print(f"temperature {temperature}: fitted on {len(accepted)} blocks")
+    (CHECKPOINT / "calibration.json").write_text(json.dumps({"confidence_weights": fitted}) + "\n")
 
 
 def area_under_curve(score: Tensor, label: Tensor) -> float:
@@ -536,7 +541,7 @@ def evaluate() -> None:
     print(f"held-out text: {bits:.3f} bits per byte")
     engine = full_verification_engine()
     for temperature in (1.0, 0.0):
-        confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=2), temperature)
+        _, confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=2), temperature)
         print(f"temperature {temperature}, {len(accepted)} blocks generated from held-out prompts, all drafts verified")
         print(f"  mean accepted length    {engine.stats.report()['mean_accepted_length']:.2f}")
         survival, slots = confidence.cumprod(1), range(engine.gamma)

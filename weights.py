@@ -96,5 +96,5 @@ def load_checkpoint(
         for key, view in views.items():
             view.copy_(file.get_tensor(key))
     if drafter:
-        drafter.load_calibration(Path(directory))
+        drafter.calibration.load(Path(directory))
     return target, drafter

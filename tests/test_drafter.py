@@ -5,6 +5,7 @@ before drafter.py was read, so that the two agree only if both are right.
 """
 
 import functools
+import itertools
 import json
 import math
 
@@ -13,8 +14,9 @@ import torch
 from random_checkpoints import random_checkpoint
 from safetensors.torch import load_file
 
-from drafter import expected_calibration_error, fit_calibration
+from drafter import calibration_features, expected_calibration_error, fit_calibration
 from sampling import Warp
+from train import area_under_curve
 from weights import load_checkpoint
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -352,45 +354,64 @@ def test_expected_calibration_error_by_hand():
     assert expected_calibration_error(predicted, happened, num_bins=1) == pytest.approx(0.125)
 
 
-def test_fit_calibration_recovers_temperatures():
-    """Heads that are too sure (temperature > 1) or too timid (< 1), judged on a half that the fit has not seen."""
-    true_temperature = torch.tensor([2.0, 0.5, 3.0, 0.5])
-    generator = torch.Generator().manual_seed(0)
-    true_logits = torch.randn(30000, 4, generator=generator) * 1.5 + 1.0
-    survived = (torch.rand(30000, 4, generator=generator) < true_logits.sigmoid()).cumprod(1).bool()
-    logits = true_logits * true_temperature
-    half = len(logits) // 2
-    fitted = fit_calibration(logits[:half], survived[:half])
+def test_calibration_features_by_hand():
+    """A draft distribution of 3/4, 1/8, 1/8 and a head that says 2; nothing else of the draft matters."""
+    logits = torch.tensor([0.75, 0.125, 0.125]).log() + 5
+    entropy, odds = 0.75 * math.log(4 / 3) + 0.25 * math.log(8), math.log(3)
+    one, head, x, y = 1, 2.0, entropy, odds
+    expected = [one, head, x, y, head * head, head * x, head * y, x * x, x * y, y * y]
+    torch.testing.assert_close(calibration_features(torch.tensor(2.0), logits), torch.tensor(expected))
+    certain = calibration_features(torch.tensor(2.0), torch.tensor([200.0, 0.0, 0.0]))
+    assert certain.isfinite().all() and certain[2] == 0
 
-    assert len(fitted) == 4
-    assert torch.tensor(fitted) / true_temperature == pytest.approx(torch.ones(4), rel=0.25)
-    survival = (logits[half:] / torch.tensor(fitted)).sigmoid().cumprod(1)
-    uncalibrated = logits[half:].sigmoid().cumprod(1)
+
+def some_features(N, generator):
+    logits = torch.randn(N, 4, 6, generator=generator) * 3
+    return calibration_features(torch.randn(N, 4, generator=generator) * 1.5, logits)
+
+
+def test_fit_calibration_finds_what_acceptance_depends_on():
+    """Judged on a half that the fit has not seen: calibrated, and it ranks as well as the truth does."""
+    generator, N, half = torch.Generator().manual_seed(0), 40_000, 20_000
+    features = some_features(N, generator)
+    truth = torch.randn(4, 10, generator=generator) * torch.tensor([1, 1, 1, 0.5] + 6 * [0.05])
+    truth[:, 0] += 3  # so that many blocks reach the last position
+    probability = (features * truth).sum(-1).sigmoid()
+    survived = (torch.rand(N, 4, generator=generator) < probability).cumprod(1).bool()
+    fitted = torch.tensor(fit_calibration(features[:half], survived[:half]))
+    assert fitted.shape == truth.shape
+    confidence = (features * fitted).sum(-1).sigmoid()[half:]
     for k in range(4):
-        after = expected_calibration_error(survival[:, k], survived[half:, k])
-        before = expected_calibration_error(uncalibrated[:, k], survived[half:, k])
-        assert after < 0.02 and after < before / 2, (k, before, after)
+        reached = survived[half:, k - 1] if k else torch.ones(half).bool()
+        happened = survived[half:, k]
+        assert expected_calibration_error(confidence.cumprod(1)[:, k], happened) < 0.02
+        found, best = (area_under_curve(c[reached, k], happened[reached]) for c in (confidence, probability[half:]))
+        assert found > best - 0.01
 
 
 def test_calibration_of_the_nearest_temperature_is_applied(tmp_path):
     directory, gamma = write_checkpoint(tmp_path, "one-stage"), 7
     temperature, slot = torch.tensor([0.0, 0.3, 0.6, 1.0, 2.5]), torch.arange(5)
     nearest = [0, 0, 1, 1, 1]
-    fitted = [[0.5, 2.0, 3.0, 0.7], [1.5, 0.4, 2.5, 1.1, 0.6]]  # shorter than gamma: the last one holds from there on
+    fitted = (0.3 * torch.randn(2, 4, 10, generator=torch.Generator().manual_seed(0))).tolist()  # shorter than gamma
     taps, position, noise = random_taps(directory, 5), torch.tensor([0, 5, 10, 15, 12]), random_noise(5, gamma)
+    features = []
 
     def draft():
         drafter = load_drafter(directory, 5, 24)
+        drafter.calibration.register_forward_hook(
+            lambda _, inputs, out: features.append(calibration_features(*inputs[:2]))
+        )
         for r in range(5):
             drafter.store(taps[r, :16], torch.full((16,), r), torch.arange(16))
         return drafter.draft(slot + 3, slot, position, Warp(temperature), noise)
 
     plain_drafts, plain_q, plain_confidence = draft()
-    calibration = {"confidence_temperature": {"1.0": fitted[1], "0.0": fitted[0]}}
+    torch.testing.assert_close(features[0][..., 1].sigmoid(), plain_confidence)
+    calibration = {"confidence_weights": {"1.0": fitted[1], "0.0": fitted[0]}}
     (directory / "calibration.json").write_text(json.dumps(calibration))
     drafts, q, confidence = draft()
     assert torch.equal(drafts, plain_drafts) and torch.equal(q, plain_q)
-    for r in range(5):
-        row = fitted[nearest[r]]
-        divisor = torch.tensor([row[min(k, len(row) - 1)] for k in range(gamma)])
-        torch.testing.assert_close(confidence[r], (plain_confidence[r].logit() / divisor).sigmoid(), atol=1e-5, rtol=0)
+    for r, k in itertools.product(range(5), range(gamma)):
+        row = torch.tensor(fitted[nearest[r]][min(k, 3)])  # the last one holds from there on
+        torch.testing.assert_close(confidence[r, k], (features[1][r, k] @ row).sigmoid(), atol=1e-5, rtol=0)
