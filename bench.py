@@ -4,7 +4,8 @@
     python bench.py --concurrency 4 16 --policies adaptive --prompts code prose     # where does the budget go?
     python bench.py --concurrency 1 32 --policies adaptive transformers --temperature 0
 
-Policies take turns inside one process on the same prompts, several rounds, and the median counts: machines drift.
+Policies take turns inside one process on the same prompts, a quarter of a second at a time, because machines drift; the
+median of several rounds counts, other prompts in each, because some texts are luckier than others.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from model import Config
 from train import held_out_prompts
 
 PROMPT_LENGTH = 48
+SLICE = 0.25  # seconds that a policy runs before it is the next one's turn
 POLICIES = "adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K, transformers"
 
 
@@ -33,14 +35,22 @@ class Transformers:
 
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
-    def run(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict:
-        start = time.perf_counter()
-        with torch.inference_mode():
-            for i in range(0, len(prompts), concurrency):
-                tokens = torch.tensor(prompts[i : i + concurrency])
-                length = {"max_new_tokens": params.max_tokens, "min_new_tokens": params.max_tokens}
-                self.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **length)
-        rate = len(prompts) * params.max_tokens / (time.perf_counter() - start)
+    def start(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> None:
+        self.batches = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
+        self.num_tokens, self.max_tokens, self.seconds = len(prompts) * params.max_tokens, params.max_tokens, 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.batches)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        tokens = torch.tensor(self.batches.pop())
+        length = {"max_new_tokens": self.max_tokens, "min_new_tokens": self.max_tokens}
+        self.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **length)
+
+    def report(self) -> dict:
+        rate = self.num_tokens / self.seconds
         return {"tokens_per_s": rate, "mean_accepted_length": 1.0, "mean_budget_per_request": 0.0}
 
 
@@ -58,33 +68,56 @@ class Policy:
         else:
             raise ValueError(f"--policies {policy}: allowed: {POLICIES}")
 
-    def run(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> dict:
-        self.engine.generate(prompts, params, concurrency=concurrency)
+    def start(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> None:
+        self.engine.start(prompts, params, concurrency)
+        self.seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def report(self) -> dict:
+        self.engine.stats.wall_s = self.seconds
         stats = self.engine.stats.report()
         host_s = stats["time_s"]["schedule"] + stats["time_s"]["bookkeeping"]
         return stats | {"host_share": host_s / sum(stats["time_s"].values())}
 
 
+def race(runners: dict[str, Policy | Transformers]) -> None:
+    """Run all to their end, SLICE seconds at a time in turn: when the machine is slow for a while, it is so for all."""
+    while any(runner.busy for runner in runners.values()):
+        for runner in runners.values():
+            start = time.perf_counter()
+            while runner.busy and time.perf_counter() - start < SLICE:
+                runner.step()
+            runner.seconds += time.perf_counter() - start
+
+
 def sweep(args: argparse.Namespace, policies: list[str]) -> list[dict]:
     """One row per kind of prompts, policy and concurrency: medians over the rounds."""
     options = {"model": args.model, "max_num_seqs": max(args.concurrency), "compile": args.compile}
-    options["max_model_len"] = PROMPT_LENGTH + args.max_tokens + 1
+    options |= {"device": args.device, "max_model_len": PROMPT_LENGTH + args.max_tokens + 1}
     options["cost_table"] = Engine(**options).cost_table  # all policies predict with the same one
     runners = {p: Transformers(args.model) if p == "transformers" else Policy(p, options) for p in policies}
     params = SamplingParams(args.temperature, args.max_tokens, ignore_eos=True)
     measured = ["tokens_per_s", "host_share", "median_cost_error", "mean_accepted_length", "mean_budget_per_request"]
     rows = []
     loads = [(kind, concurrency) for kind in args.prompts for concurrency in args.concurrency]
-    bar = tqdm(total=len(loads) * args.rounds * len(policies), leave=False)
+    bar = tqdm(total=len(loads) * args.rounds, leave=False)
     for kind, concurrency in loads:
-        prompts = held_out_prompts(max(args.waves * concurrency, args.min_requests), 7, PROMPT_LENGTH, kind)
         results = {policy: [] for policy in policies}
         for turn in range(args.rounds):
-            shift = turn % len(policies)  # nobody is always the first
-            for policy in policies[shift:] + policies[:shift]:
-                bar.set_description(f"{kind}, {concurrency} requests, {policy}")
-                results[policy].append(runners[policy].run(prompts, params, concurrency))
-                bar.update()
+            bar.set_description(f"{kind}, {concurrency} requests")
+            prompts = held_out_prompts(max(args.waves * concurrency, args.min_requests), 7 + turn, PROMPT_LENGTH, kind)
+            for runner in runners.values():
+                runner.start(prompts, params, concurrency)
+            race(runners)
+            for policy, runner in runners.items():
+                results[policy].append(runner.report())
+            bar.update()
         for policy, runs in results.items():
             row = {"policy": policy, "concurrency": concurrency, "prompts": kind, "temperature": args.temperature}
             for key in measured:
@@ -144,14 +177,17 @@ def plot(rows: list[dict], policies: list[str], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument(
         "--policies", nargs="+", help=f"from {POLICIES}; default: adaptive none fixed-1 ... fixed-gamma"
     )
-    parser.add_argument("--compile", action="store_true", help="compiled layers and drafts; takes a minute or two")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="takes a minute or two (default: on CUDA only)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prompts", nargs="+", choices=["all", "code", "prose"], default=["all"])
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -160,7 +196,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="needs matplotlib")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         gamma = Config.load(args.model).dspark_block_size
         policies = args.policies or ["adaptive", "none", *(f"fixed-{k}" for k in range(1, gamma + 1))]

@@ -135,7 +135,7 @@ class Drafter(nn.Module):
         self.hc_head = HyperHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config)
+        self.confidence_head: ConfidenceHead | None = ConfidenceHead(config)  # None: the checkpoint has none
         self.calibration = Calibration()
         self.register_buffer("frequencies", rope_frequencies(config, False), persistent=False)
 
@@ -203,8 +203,11 @@ class Drafter(nn.Module):
             qs.append(distribution(logits[k], warp))
             tokens.append(sample(qs[k], noise[:, k]) if key is None else race(qs[k], key, position + k + 1))
         tokens = torch.stack(tokens, dim=1)
-        head = self.confidence_head(hidden, self.markov_head.markov_w1(tokens[:, :-1]))
-        confidence = self.calibration(head, torch.stack(logits, dim=1), warp.temperature)
+        if self.confidence_head is None:
+            confidence = torch.ones(noise.shape, device=noise.device)
+        else:
+            head = self.confidence_head(hidden, self.markov_head.markov_w1(tokens[:, :-1]))
+            confidence = self.calibration(head, torch.stack(logits, dim=1), warp.temperature)
         return tokens[:, 1:], torch.stack(qs, dim=1), confidence
 
 

@@ -7,34 +7,37 @@ Read `Engine.step`: it is the whole algorithm. State that changes every step (an
 confidences) lives on the device, one row per sequence slot; the host reads back once per step and does the bookkeeping.
 """
 
-import argparse
-import json
+import logging
+import math
 import os
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from model import Config
+from drafter import Drafter
+from model import Transformer
 from profile_costs import CostTable, convex_below, doubling_grid, measure, padding_grid
+from prompts import Prompt, encode_prompt, load_tokenizer
+from replay import Replayed
 from sampling import DRAFT, Warp, request_key, uniform
 from verify import accept, accept_coupled, admit, best_budget, early_stop_budget, gains, layout, logprobs
-from weights import load_checkpoint
+from weights import bytes_by_kind, cache_buffers, fetch, free_memory, load_checkpoint, outline
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = str(Path(__file__).parent / "checkpoints" / "tiny")
-DEFAULT_PROMPT = 'def read_config(path):\n    """'
 BUDGET_RULES = ("auto", "stale", "early-stop")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 ACCEPTANCE_RULES = ("rejection", "coupled")
@@ -82,9 +85,10 @@ class SamplingParams:
 
 @dataclass
 class Completion:
-    """What one request came to. finish_reason: "stop" (a stop token or string) or "length".
+    """What one request came to.
 
-    logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}:
+    finish_reason: "stop" (a stop token or string), "length", "error" (error says which) or "cut" (generate was
+    interrupted). logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}:
     the target's own, before temperature, top-k and top-p.
     """
 
@@ -95,6 +99,11 @@ class Completion:
     token_ids: list[int]
     finish_reason: str
     logprobs: list[dict] | None = None
+    error: str | None = None
+
+
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for a token under max_model_len; others can go on without it."""
 
 
 class Request:
@@ -107,7 +116,8 @@ class Request:
         self.output: list[int] = []
         self.max_tokens = min(params.max_tokens, max_len - len(prompt_token_ids))
         self.finish_reason: str | None = None
-        self.text: str | None = None  # when it has finished
+        self.text: str | None = None  # if a stop string has cut it
+        self.error: str | None = None
         self.logprobs: list[dict] | None = None if params.logprobs is None else []
         self.slot = -1  # row in every cache and in the device state, while running
         self.prefilled = 0  # prompt tokens whose keys are stored; the last prompt token is the first anchor
@@ -159,13 +169,14 @@ class Stats:
 class Engine:
     """Runs many requests at once over one target and, unless num_speculative_tokens is 0, its drafter.
 
-    model: a directory in the release format. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
+    model: a directory in the release format, or a hub id, of which revision is a branch, tag or commit. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
     budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
     staircase. draft_sample_method: "probabilistic" draws drafts as the requests are sampled, "greedy" takes the best.
     acceptance: "rejection", or "coupled": the text is that of plain sampling with the same seed, whatever is drafted or
     verified, at some cost in acceptance. cost_table: a table, or the path of a saved one, instead of measuring. compile:
-    compile layers and drafts when the engine is made, which takes a minute, less when torch's own cache has them.
-    padded: pad every step up to a grid of sizes, as captured graphs need it.
+    compile layers and drafts when the engine is made, which takes a minute, less when torch's own cache has them; the
+    default is to do so on CUDA. padded: pad every step up to a grid of sizes and replay what was recorded for that size;
+    the default is to do so where compiled for CUDA.
     Raises ValueError, naming the value and what is allowed, for anything that cannot work.
     """
 
@@ -179,13 +190,14 @@ class Engine:
         max_model_len: int | None = None,
         device: str = "cpu",
         dtype: str = "float32",
-        compile: bool = False,
+        compile: bool | None = None,
         profile_context_len: int = 8192,
         budget_rule: str = "auto",
         draft_sample_method: str = "probabilistic",
         acceptance: str = "rejection",
         cost_table: str | CostTable | None = None,
-        padded: bool = False,
+        padded: bool | None = None,
+        revision: str | None = None,
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, allowed: {', '.join(DTYPES)}")
@@ -206,30 +218,38 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}, allowed: {', '.join(allowed)}")
         if profile_context_len < 0:
             raise ValueError(f"profile_context_len is {profile_context_len}, allowed: 0 or more")
-        if not Path(model).is_dir():
-            raise ValueError(
-                f"model is {model!r}, allowed: a directory with config.json, tokenizer.json, model.safetensors"
-            )
-        self.tokenizer = load_tokenizer(model)
-        self.target, self.drafter = load_checkpoint(model, DTYPES[dtype], device, num_speculative_tokens != 0)
-        config = self.config = self.target.config
-        if self.drafter is None and num_speculative_tokens:
+        directory = fetch(model, revision, weights=False)
+        compile = device == "cuda" if compile is None else compile
+        padded = device == "cuda" and compile if padded is None else padded
+        group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        use_drafter = num_speculative_tokens != 0
+        _, target, drafter = outline(directory, DTYPES[dtype], use_drafter, group, packed=device == "cuda")
+        config = self.config = target.config
+        if drafter is None and num_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens is {num_speculative_tokens}, but {model} has no drafter: allowed: 0"
             )
-        gamma = 0 if self.drafter is None else num_speculative_tokens or config.dspark_block_size
+        gamma = 0 if drafter is None else num_speculative_tokens or config.dspark_block_size
         max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
         if not gamma + 2 <= max_model_len <= config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len is {max_model_len}, allowed: {gamma + 2} to {config.max_position_embeddings}"
             )
-        self.gamma, self.device, self.max_model_len = gamma, device, max_model_len
         self.adaptive = adaptive_verification and gamma > 0
+        if self.adaptive and drafter.confidence_head is None:
+            raise ValueError(f"adaptive_verification is on, but {model} has no confidence head: allowed: off")
+        if drafter is None and num_speculative_tokens is None:
+            log.info("%s has no drafter: no speculation", model)
+        self.gamma, self.device, self.max_model_len = gamma, device, max_model_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_chunk = max(min(max_num_batched_tokens, 256), gamma + 1)  # most tokens of one sequence in a step
-        self.target.allocate_cache(max_num_seqs, max_model_len, self.max_chunk)
-        if self.drafter:
-            self.drafter.allocate_cache(max_num_seqs, max_model_len, self.max_chunk)
+        caches = max_num_seqs, max_model_len, self.max_chunk
+        allocate_caches(target, drafter, *caches)
+        self.check_memory(target, drafter)
+        directory = fetch(model, revision)
+        self.tokenizer = load_tokenizer(directory)
+        self.target, self.drafter = load_checkpoint(directory, DTYPES[dtype], device, use_drafter, group)
+        allocate_caches(self.target, self.drafter, *caches)
 
         self.early_stop = budget_rule == "early-stop" or (budget_rule == "auto" and not padded)
         most_tokens = min(max_num_batched_tokens, max_num_seqs * (gamma + 1))
@@ -250,6 +270,7 @@ class Engine:
             self.drafts = torch.zeros(S, gamma, dtype=torch.int64)
             self.q = torch.zeros(S, gamma, config.vocab_size)  # what each draft was drawn from
             self.confidence = torch.ones(S, gamma)
+        self.requests: list[Request] = []  # of the latest generate call
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_slots: list[int] = []
@@ -258,14 +279,22 @@ class Engine:
         self.recent_survival = np.ones((RECENT_BLOCKS, gamma))  # a ring, of blocks that were verified
         self.num_blocks = 0  # that have gone into it
         self.undrafted_steps, self.probe_interval = 0, PROBE_INTERVALS[0]
+        self.pace = 1.0  # of the machine lately, against when costs were measured; it changes no decision
         context_len = min(profile_context_len, max_model_len - gamma - 2)
+        self.forward, self.draft = (Replayed(f) if padded else f for f in (self.forward, self.draft))
         if compile:
             self.compile()
+        if padded:
+            self.record()
         mode = "compiled" if self.compiled else "eager"
         meta = {"device": device, "dtype": dtype, "model": model, "mode": mode, "context_len": context_len}
         if isinstance(cost_table, str):
             cost_table = CostTable.load(cost_table, meta, padded)
         self.cost_table = cost_table or self.profile(meta)
+        if dist.is_initialized():  # or the processes would take different decisions, and hang
+            tables = [self.cost_table]
+            dist.broadcast_object_list(tables)
+            self.cost_table = tables[0]
         self.verify_ms = self.cost_table.verify_ms(max_num_batched_tokens)
         self.convex_verify_ms = convex_below(self.verify_ms)
         self.draft_ms = self.cost_table.draft_ms(max_num_seqs)
@@ -296,6 +325,9 @@ class Engine:
         readback = torch.cat([self.drafts[slots], self.confidence[slots], *verified], dim=1)
         readback = readback.tolist() if decoding else []  # the one device-to-host copy, as float32
         record = self.finish_step(decoding, budget, num_fixed + budget, drafted, readback)
+        most = max(min(sum(limits), self.max_num_batched_tokens - num_fixed), 0)
+        cost_ms = self.draft_ms[len(decoding)] + self.verify_ms[num_fixed : num_fixed + most + 1]
+        record["cost_ms"] = cost_ms.round(3).tolist()  # what the budget was chosen by, for 0, 1, ... drafts verified
         self.lap("bookkeeping")
         return record
 
@@ -389,8 +421,9 @@ class Engine:
     ) -> list[Tensor]:
         """Verify `budget` drafts of the requests in `slots` [R] and store prompt chunks, in one forward of the target.
 
-        limit [R]: drafts that may be verified. Moves the anchors on. Returns accepted [R, 1], admitted [R, 1] and
-        emitted [R, gamma + 1], of which accepted + 1 count; with num_best >= 0 also their log-probabilities, flat.
+        limit [R]: drafts that may be verified. Moves the anchors on. Returns accepted [R, 1], admitted [R, 1], broken
+        [R, 1] (logits that are not finite) and emitted [R, gamma + 1], of which accepted + 1 count; with num_best >= 0
+        also their log-probabilities, flat.
         """
         anchor, position, drafts, q = self.anchor[slots], self.position[slots], self.drafts[slots], self.q[slots]
         admitted = admit(self.confidence[slots].cumprod(1), limit, budget)
@@ -407,17 +440,25 @@ class Engine:
         if pad := self.padding(len(token), self.token_grid):
             token, place = F.pad(token, (0, pad)), F.pad(place, (0, pad))
             seq_slot = F.pad(seq_slot, (0, pad), value=self.max_num_seqs)
-        logits, taps = self.target(token, seq_slot, place, rows)
+        if self.padded:
+            rows = F.pad(rows, (0, len(token) - len(rows)))
+        logits = self.forward(token, seq_slot, place, rows)[: len(spans.token)]
         how = admitted, self.warp(slots, trims), self.key[slots], position
         result = accept_coupled(logits, spans, drafts, *how) if self.coupled else accept(logits, spans, drafts, q, *how)
         self.anchor[slots] = result.emitted.gather(1, result.accepted[:, None])[:, 0]
         self.position[slots] = position + result.accepted + 1
-        if self.drafter:
-            self.drafter.store(taps, seq_slot, place)
-        verified = [result.accepted[:, None], admitted[:, None], result.emitted]
+        broken = torch.zeros_like(slots).index_add_(0, spans.row, (~logits.isfinite().all(1)).long())
+        verified = [result.accepted[:, None], admitted[:, None], broken[:, None], result.emitted]
         if num_best >= 0:
             verified.append(logprobs(logits, spans, result.emitted, num_best).flatten(1))
         return verified
+
+    def forward(self, token: Tensor, seq_slot: Tensor, position: Tensor, rows: Tensor) -> Tensor:
+        """The target's logits [len(rows), V] for tokens [T]; target and drafter store what later steps will look at."""
+        logits, taps = self.target(token, seq_slot, position, rows)
+        if self.drafter:
+            self.drafter.store(taps, seq_slot, position)
+        return logits
 
     def run_draft(self, slots: Tensor, trims: bool = False) -> None:
         """Draft the next block of the requests in `slots` [R], from their anchors."""
@@ -425,9 +466,13 @@ class Engine:
             slots = F.pad(slots, (0, pad), value=self.max_num_seqs)
         anchor, position, key = self.anchor[slots], self.position[slots], self.key[slots]
         warp = Warp(torch.zeros(len(slots), device=self.device)) if self.greedy_drafts else self.warp(slots, trims)
-        noise = uniform(key, position, DRAFT, self.gamma)
-        block = self.drafter.draft(anchor, slots, position, warp, noise, key if self.coupled else None)
+        block = self.draft(anchor, slots, position, key, *(t for t in warp if t is not None))
         self.drafts[slots], self.q[slots], self.confidence[slots] = block
+
+    def draft(self, anchor: Tensor, slots: Tensor, position: Tensor, key: Tensor, *warp: Tensor) -> tuple[Tensor, ...]:
+        """Drafts, their distributions and confidences for R requests; see Drafter.draft. warp: the fields of a Warp."""
+        noise = uniform(key, position, DRAFT, self.gamma)
+        return self.drafter.draft(anchor, slots, position, Warp(*warp), noise, key if self.coupled else None)
 
     def padding(self, count: int, grid: list[int]) -> int:
         """How many scratch rows to add to `count`: up to the grid if there is one, up to 2 if graphs are compiled."""
@@ -441,12 +486,11 @@ class Engine:
         """Bookkeeping on the host: outputs, stops, statistics, freed slots. Returns the trace record."""
         gamma, stats, records = self.gamma, self.stats, []
         for r, row in zip(decoding, readback):
-            drafts, confidence, (accepted, admitted) = (
-                row[:gamma],
-                row[gamma : 2 * gamma],
-                map(int, row[2 * gamma :][:2]),
-            )
-            tokens = [int(t) for t in row[2 * gamma + 2 :][: accepted + 1]]
+            drafts, confidence, rest = row[:gamma], row[gamma : 2 * gamma], row[2 * gamma :]
+            accepted, admitted, broken = map(int, rest[:3])
+            tokens = [int(t) for t in rest[3:][: accepted + 1]]
+            if broken:
+                accepted, tokens = 0, []
             stats.emitted += len(tokens)
             stats.reached[: min(accepted + 1, admitted)] += 1
             stats.accepted[:accepted] += 1
@@ -463,7 +507,10 @@ class Engine:
             }
             record["emitted"] = self.append(r, tokens)
             if r.logprobs is not None:
-                r.logprobs += self.read_logprobs(row[3 * gamma + 3 :], record["emitted"], r.params.logprobs)
+                r.logprobs += self.read_logprobs(rest[gamma + 4 :], record["emitted"], r.params.logprobs)
+            if broken:
+                r.finish_reason, r.error = "error", f"step {self.step_index}: the target's logits are not finite"
+                self.clear_slot(r.slot)
             records.append(record)
             if r.drafts:
                 self.recent_survival[self.num_blocks % RECENT_BLOCKS] = survival
@@ -473,8 +520,10 @@ class Engine:
                 self.running.remove(r)
                 self.free_slots.append(r.slot)
         predicted_ms = float(self.verify_ms[num_tokens] + (self.draft_ms[len(decoding)] if drafted else 0.0))
+        predicted_ms *= self.pace
         measured_ms = (time.perf_counter() - self.step_start) * 1e3
         stats.cost_error.append(abs(predicted_ms / measured_ms - 1))
+        self.pace *= (measured_ms / predicted_ms) ** 0.1
         stats.steps += 1
         stats.request_steps += len(decoding)
         stats.budget += budget
@@ -487,6 +536,12 @@ class Engine:
             "measured_ms": round(measured_ms, 3),
             "requests": records,
         }
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero the slot's caches. What is masked counts with weight 0, but 0 times NaN would be NaN for the next user."""
+        for module in filter(None, (self.target, self.drafter)):
+            for cache in cache_buffers(module):
+                cache[slot] = 0
 
     def append(self, r: Request, tokens: list[int]) -> list[int]:
         """Add tokens to the request's output up to a stop or max_tokens; returns those that were added."""
@@ -529,31 +584,57 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         on_step: Callable[[dict], None] | None = None,
         concurrency: int | None = None,
+        thinking: bool = False,
+        indices: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Complete all prompts, text or token ids, and return their completions in order.
+        """Complete all prompts and return their completions in order.
 
-        on_step is called after every step with its trace record; concurrency limits the requests that run at once, below
-        max_num_seqs. Raises ValueError for a prompt that is empty, too long
-        for max_model_len or has a token id outside the vocabulary.
+        prompts: texts, lists of token ids, or lists of messages {"role", "content"}, which the assistant answers, after
+        reasoning if `thinking`. on_step is called after every step with its trace record; concurrency limits the
+        requests that run at once, below max_num_seqs; indices number the requests, which with the seed keys their
+        randomness (default: 0, 1, ...). Raises ValueError for a prompt that is empty, too long for max_model_len or has
+        a token id outside the vocabulary. After an exception from on_step, or KeyboardInterrupt, `completions` has what
+        there is.
         """
+        self.start(prompts, params, concurrency, thinking, indices)
+        start = time.perf_counter()
+        try:
+            while self.busy:
+                record = self.step()
+                if on_step:
+                    on_step(record)
+        finally:
+            self.stats.wall_s = time.perf_counter() - start
+        return self.completions()
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        concurrency: int | None = None,
+        thinking: bool = False,
+        indices: Sequence[int] | None = None,
+    ) -> None:
+        """Queue requests for `step`, in place of whatever an interrupted call has left. Arguments as for `generate`."""
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        requests = [
-            self.make_request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, all_params, strict=True))
-        ]
+        numbered = zip(range(len(prompts)) if indices is None else indices, prompts, all_params, strict=True)
+        self.requests = [self.make_request(i, prompt, p, thinking) for i, prompt, p in numbered]
         self.stats = Stats(reached=np.zeros(self.gamma), accepted=np.zeros(self.gamma))
         self.concurrency = concurrency or self.max_num_seqs
-        self.waiting, self.running = deque(requests), []  # whatever an interrupted call has left is gone
+        self.waiting, self.running = deque(self.requests), []
         self.free_slots = list(range(self.max_num_seqs))[::-1]
-        start = time.perf_counter()
-        while self.waiting or self.running:
-            record = self.step()
-            if on_step:
-                on_step(record)
-        self.stats.wall_s = time.perf_counter() - start
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left for `step` to do."""
+        return bool(self.waiting or self.running)
+
+    def completions(self) -> list[Completion]:
+        """What the requests of the latest generate call have come to so far."""
         return [
             Completion(
                 index=r.index,
@@ -561,14 +642,15 @@ class Engine:
                 prompt_token_ids=r.prompt_token_ids,
                 text=self.decode(r.output) if r.text is None else r.text,
                 token_ids=r.output,
-                finish_reason=r.finish_reason,
+                finish_reason=r.finish_reason or "cut",
                 logprobs=r.logprobs,
+                error=r.error,
             )
-            for r in requests
+            for r in self.requests
         ]
 
-    def make_request(self, index: int, prompt: str | list[int], params: SamplingParams) -> Request:
-        text, ids = (prompt, self.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+    def make_request(self, index: int, prompt: Prompt, params: SamplingParams, thinking: bool = False) -> Request:
+        text, ids = encode_prompt(self.tokenizer, self.config.bos_token_id, prompt, thinking)
         if not ids:
             raise ValueError(f"prompt {index} has no tokens, allowed: at least one")
         for token in ids:
@@ -577,13 +659,10 @@ class Engine:
         if params.logprobs is not None and params.logprobs > self.config.vocab_size:
             raise ValueError(f"logprobs is {params.logprobs}, allowed: 0 to the vocabulary's {self.config.vocab_size}")
         if len(ids) >= self.max_model_len:
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt {index} has {len(ids)} tokens, allowed: fewer than max_model_len {self.max_model_len}"
             )
         return Request(index, text, ids, params, self.max_model_len)
-
-    def encode(self, text: str) -> list[int]:
-        return [self.config.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids)
@@ -610,6 +689,20 @@ class Engine:
             self.drafter.draft(row % 2, slot, position, self.warp(slot, False), noise, slot if self.coupled else None)
 
     @torch.inference_mode()
+    def record(self) -> None:
+        """Record every size of both grids now, on scratch rows, so that no step has to wait for it."""
+        sizes = [(n, self.record_forward) for n in self.token_grid]
+        sizes += [(n, self.run_draft) for n in self.request_grid if self.gamma]
+        for n, call in tqdm(sizes, desc="recording steps of every size", leave=False, disable=self.config.rank > 0):
+            call(torch.full((n,), self.max_num_seqs, device=self.device))
+        if self.device == "cuda" and len(self.forward.recorded) < len(self.token_grid):
+            raise RuntimeError("not every step size was recorded as a CUDA graph")
+
+    def record_forward(self, slots: Tensor) -> None:
+        zeros = torch.zeros_like(slots)
+        self.forward(zeros, slots, zeros, zeros)
+
+    @torch.inference_mode()
     def profile(self, meta: dict) -> CostTable:
         """Measure verification and drafting on dummy spans behind meta["context_len"] positions of stale cache."""
         context_len = meta["context_len"]
@@ -631,14 +724,25 @@ class Engine:
         most_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * (self.gamma + 1))
         token_counts = [n for n in self.token_grid if n <= most_tokens]
         run_draft = run_draft if self.drafter else None
-        return measure(run_verify, run_draft, token_counts, self.request_grid, meta, self.padded)
+        quiet = self.config.rank > 0
+        return measure(run_verify, run_draft, token_counts, self.request_grid, meta, self.padded, quiet)
 
-    def cache_bytes_per_slot(self) -> int:
-        """Bytes of one sequence slot in all caches of target and drafter; the formula is at their allocate_cache."""
-        names = ("kv_cache", "keys", "state_kv", "state_gate")
-        modules = (self.target, self.drafter) if self.drafter else (self.target,)
-        buffers = [b for m in modules for name, b in m.named_buffers() if name.rsplit(".", 1)[-1] in names]
-        return sum(b.nbytes // len(b) for b in buffers)
+    def check_memory(self, target: Transformer, drafter: Drafter | None) -> None:
+        """Say what the outlined modules will need here. Raises ValueError if that is more than there is."""
+        sizes = bytes_by_kind(target, drafter)
+        self.cache_bytes_per_request = sizes["cache per request"]
+        slots = self.max_num_seqs + 1
+        sizes["drafts per request"] = 4 * self.gamma * self.config.vocab_size
+        needed = sum(size * (slots if "per request" in kind else 1) for kind, size in sizes.items())
+        free = free_memory(self.device)
+        said = ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in sizes.items())
+        there = "unknown" if free is None else f"{free / 1e9:.1f} GB"
+        log.info("memory: %s (%d requests at once): %.2f GB of %s", said, self.max_num_seqs, needed / 1e9, there)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"this needs {needed / 1e9:.1f} GB ({said}, {slots - 1} requests at once), and {self.device} has {there} free; "
+                f"{math.ceil(needed / max(free, 1))} devices of that size would hold it"
+            )
 
     def lap(self, name: str | None) -> None:
         """Charge the time since the last call to `name`; None starts a step."""
@@ -653,219 +757,13 @@ class Engine:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    path = Path(model) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    return Tokenizer.from_file(str(path))
-
-
-# ---- command line --------------------------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # one line, no usage
-        raise SystemExit(fail(message))
-
-
-def fail(message: object) -> int:
-    print(f"engine.py: {message}", file=sys.stderr)
-    return 2
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory of a checkpoint (default: the embedded one)")
-    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
-    parser.add_argument(
-        "--prompts-file", metavar="FILE", help='one per line: text, or JSON with "prompt" or "prompt_token_ids"'
-    )
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K best tokens (default: all)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="... from the best with mass P (default: 1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument(
-        "--stop", nargs="+", default=[], metavar="TEXT", help="end the text before any of these strings"
-    )
-    parser.add_argument("--logprobs", type=int, metavar="N", help="of every token and the N best, for --output-json")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    parser.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="default: block size; 0: no drafter at all"
-    )
-    parser.add_argument("--adaptive-verification", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--draft-sample-method", choices=DRAFT_SAMPLE_METHODS, default="probabilistic")
-    parser.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default="rejection")
-    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="R")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="T")
-    parser.add_argument("--max-model-len", type=int, metavar="L", help="default: what the longest request needs")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="takes a minute or two")
-    parser.add_argument("--budget-rule", choices=BUDGET_RULES, default="auto")
-    parser.add_argument("--cost-table", metavar="FILE", help="a table saved by profile_costs.py, instead of measuring")
-    parser.add_argument("--profile-context-len", type=int, default=8192, metavar="N")
-    parser.add_argument(
-        "--output-json", metavar="FILE", help="one object per request, then the statistics; - for standard output"
-    )
-    parser.add_argument("--trace", metavar="FILE", help="one JSON object per step")
-    return parser.parse_args(argv)
-
-
-def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
-    prompts = list(args.prompt or [])
-    if args.prompts_file:
-        try:
-            lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompts-file {args.prompts_file}: {error}") from None
-        for number, line in enumerate(lines, start=1):
-            if not line.startswith("{"):
-                prompts.append(line)
-                continue
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--prompts-file {args.prompts_file}, line {number}: not JSON: {error}") from None
-            match entry:
-                case {"prompt_token_ids": list(prompt)} | {"prompt": str(prompt)}:
-                    prompts.append(prompt)
-                case _:
-                    where = f"--prompts-file {args.prompts_file}, line {number}"
-                    raise ValueError(f'{where}: needs "prompt", a text, or "prompt_token_ids", a list')
-        if not prompts:
-            raise ValueError(f"--prompts-file {args.prompts_file}: no prompts in it")
-    return prompts or [DEFAULT_PROMPT]
-
-
-def needed_model_len(model: str, prompts: list[str | list[int]], max_tokens: int) -> int:
-    """Positions that the longest request can come to, rounded up to 128s, no more than the checkpoint allows."""
-    tokenizer, config = load_tokenizer(model), Config.load(model)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
-    lengths += [1 + len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    return min(-(max(lengths) + max_tokens) // 128 * -128, config.max_position_embeddings)
-
-
-class Display:
-    """What a person sees: with one request its text as it is written, with several a progress bar of tokens."""
-
-    def __init__(self, engine: Engine, prompts: list[str | list[int]], args: argparse.Namespace):
-        self.engine, self.tokens, self.shown = engine, [], 0
-        self.held_back = max(map(len, args.stop), default=1) - 1  # characters that may turn out to open a stop string
-        self.stream = len(prompts) == 1 and args.output_json != "-"
-        self.bar = None if self.stream else tqdm(total=len(prompts) * args.max_tokens, unit="token", leave=False)
-        if self.stream:
-            print(prompts[0] if isinstance(prompts[0], str) else engine.decode(prompts[0]), end="", flush=True)
-
-    def update(self, record: dict) -> None:
-        for request in record["requests"]:
-            if self.stream:
-                self.tokens += request["emitted"]
-                text = self.engine.decode(self.tokens)
-                if not text.endswith("\ufffd"):  # wait for the rest of a character that is split over tokens
-                    end = max(len(text) - self.held_back, self.shown)
-                    print(text[self.shown : end], end="", flush=True)
-                    self.shown = end
-            else:
-                self.bar.update(len(request["emitted"]))
-
-    def finish(self, completions: list[Completion], quiet: bool) -> None:
-        if self.stream:
-            print(completions[0].text[self.shown :])
-            return
-        self.bar.close()
-        for c in () if quiet else completions:
-            print(f"--- request {c.index}, {len(c.token_ids)} tokens, {c.finish_reason}")
-            print((c.prompt or "") + c.text)
-
-
-def open_output(path: str | None) -> AbstractContextManager[TextIO | None]:
-    """FILE, "-" for standard output, None for no output."""
-    return nullcontext(sys.stdout if path else None) if path in (None, "-") else open(path, "w")
-
-
-def summary(stats: dict) -> str:
-    """The statistics as a person reads them."""
-    seconds = sum(stats["time_s"].values())
-    shares = ", ".join(f"{name} {s / seconds:.0%}" for name, s in stats["time_s"].items())
-    positions = " ".join("-" if a is None else f"{a:.2f}" for a in stats["acceptance_by_position"]) or "no drafts"
-    return (
-        f"{stats['output_tokens']} tokens in {stats['wall_s']:.2f} s, {stats['tokens_per_s']:.1f} tokens/s, "
-        f"{stats['steps']} steps\n"
-        f"mean accepted length     {stats['mean_accepted_length']:.2f} tokens per request and step, bonus token included\n"
-        f"mean budget per request  {stats['mean_budget_per_request']:.2f} drafts verified\n"
-        f"acceptance by position   {positions}\n"
-        f"step time                {shares}"
-    )
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        params = SamplingParams(
-            temperature=args.temperature,
-            max_tokens=args.max_tokens,
-            seed=args.seed,
-            ignore_eos=args.ignore_eos,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            stop=tuple(args.stop),
-            logprobs=args.logprobs,
-        )
-        prompts = read_prompts(args)
-        files = ExitStack()
-        trace, output = (files.enter_context(open_output(path)) for path in (args.trace, args.output_json))
-        if args.max_model_len is None:
-            args.max_model_len = needed_model_len(args.model, prompts, args.max_tokens)
-        engine = Engine(
-            args.model,
-            args.num_speculative_tokens,
-            args.adaptive_verification,
-            min(args.max_num_seqs, len(prompts)) if args.max_num_seqs > 0 else args.max_num_seqs,
-            args.max_num_batched_tokens,
-            args.max_model_len,
-            args.device,
-            args.dtype,
-            args.compile,
-            args.profile_context_len,
-            args.budget_rule,
-            args.draft_sample_method,
-            args.acceptance,
-            args.cost_table,
-        )
-        for i, prompt in enumerate(prompts):
-            engine.make_request(i, prompt, params)  # all are checked before the first step
-    except (ValueError, OSError) as error:
-        return fail(error)
-    megabytes = engine.cache_bytes_per_slot() / 1e6
-    note = f"cache: {megabytes:.2f} MB per sequence slot of up to {engine.max_model_len} tokens, {engine.max_num_seqs} slots"
-    print(note, file=sys.stderr)
-    display = Display(engine, prompts, args)
-
-    def on_step(record: dict) -> None:
-        display.update(record)
-        if trace:
-            print(json.dumps(record), file=trace, flush=True)
-
-    with files:
-        completions = engine.generate(prompts, params, on_step)
-        display.finish(completions, quiet=output is sys.stdout)
-        stats = engine.stats.report()
-        print(summary(stats), file=sys.stderr)
-        if output:
-            for completion in completions:
-                fields = {
-                    key: value for key, value in asdict(completion).items() if value is not None or key == "prompt"
-                }
-                print(json.dumps(fields), file=output)
-            print(json.dumps({"stats": stats}), file=output, flush=True)
-    return 0
+def allocate_caches(target: Transformer, drafter: Drafter | None, *sizes: int) -> None:
+    """Of both; sizes as for Transformer.allocate_cache."""
+    for module in filter(None, (target, drafter)):
+        module.allocate_cache(*sizes)
 
 
 if __name__ == "__main__":
+    from cli import main
+
     sys.exit(main())

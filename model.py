@@ -11,11 +11,12 @@ tests compare this file with. Parameter names are the release's, so loading is b
 
 import json
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,6 +60,8 @@ class Config:
     dspark_noise_token_id: int = 0
     dspark_target_layer_ids: list[int] = field(default_factory=list)
     dspark_markov_rank: int = 0
+    rank: int = 0  # not the release's: which of world_size processes this is; each has its share of the routed experts
+    world_size: int = 1
 
     @classmethod
     def load(cls, directory: str | Path) -> "Config":
@@ -70,16 +73,50 @@ class Config:
             raise ValueError(f"{path}: no such file") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
-        if raw.get("model_type") != "deepseek_v4":
-            raise ValueError(f"{path}: model_type is {raw.get('model_type')!r}, supported: 'deepseek_v4'")
-        known = {f.name for f in fields(cls)}
+        model_type = raw.get("model_type") if isinstance(raw, dict) else None
+        if model_type != "deepseek_v4":
+            raise ValueError(f"{path}: model_type is {model_type!r}, supported: 'deepseek_v4'")
+        known = {f.name for f in fields(cls)} - {"rank", "world_size"}
         try:
             config = cls(**{key: value for key, value in raw.items() if key in known})
         except TypeError as error:
             raise ValueError(f"{path}: {str(error).split('__init__() ')[-1]}") from None
-        if len(config.compress_ratios) < config.num_hidden_layers or set(config.compress_ratios) - {0, 4, 128}:
-            raise ValueError(f"{path}: compress_ratios needs one of 0, 4, 128 for each of the layers")
+        if problem := config.problem():
+            raise ValueError(f"{path}: {problem}")
         return config
+
+    def problem(self) -> str | None:
+        """What cannot be about these values, if anything."""
+        for f in fields(self):
+            value, required = getattr(self, f.name), f.default is MISSING and f.default_factory is MISSING
+            if f.type == list[int]:
+                fine, wanted = isinstance(value, list) and all(type(x) is int for x in value), "a list of integers"
+            elif f.type is int:
+                least = 1 if required and f.name != "num_hash_layers" else 0
+                fine, wanted = type(value) is int and value >= least, f"an integer, {least} or more"
+            elif f.type is float:
+                fine, wanted = type(value) in (int, float) and 0 < value < math.inf, "a positive number"
+            else:
+                keys = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+                fine, wanted = (
+                    value is None or (isinstance(value, dict) and keys <= value.keys()),
+                    f"an object with {keys}",
+                )
+            if not fine:
+                return f"{f.name} is {value!r}, allowed: {wanted}"
+        layers, ratios, taps = self.num_hidden_layers, self.compress_ratios, self.dspark_target_layer_ids
+        for wrong, message in (
+            (len(ratios) < layers or set(ratios) - {0, 4, 128}, "compress_ratios needs one of 0, 4, 128 for each layer"),
+            (any(tap >= layers for tap in taps), f"dspark_target_layer_ids is {taps}, but there are {layers} layers"),
+            (self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > min(self.head_dim, self.index_head_dim),
+             f"qk_rope_head_dim is {self.qk_rope_head_dim}, allowed: even, no more than head_dim and index_head_dim"),
+            (self.num_attention_heads * self.head_dim % self.o_groups, "o_groups must divide the width of all heads"),
+            (self.num_experts_per_tok > self.n_routed_experts, "num_experts_per_tok is more than n_routed_experts"),
+            (self.dspark_noise_token_id >= self.vocab_size, "dspark_noise_token_id is not in the vocabulary"),
+        ):  # fmt: skip
+            if wrong:
+                return message
+        return None
 
 
 class Rope(NamedTuple):
@@ -150,7 +187,7 @@ def rotate(x: Tensor, rope: Rope, back: bool = False) -> Tensor:
 def rope_frequencies(config: Config, compressed: bool) -> Tensor:
     """Inverse frequencies [rope_dim / 2]; compressed layers have their own base and YaRN interpolation, no mscale."""
     dim, base = config.qk_rope_head_dim, config.compress_rope_theta if compressed else config.rope_theta
-    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if not compressed or config.rope_scaling is None:
         return frequencies
     yarn = config.rope_scaling
@@ -162,7 +199,7 @@ def rope_frequencies(config: Config, compressed: bool) -> Tensor:
 
     low = max(math.floor(channel(yarn["beta_fast"])), 0)
     high = min(math.ceil(channel(yarn["beta_slow"])), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies * (1 - ramp) + frequencies / yarn["factor"] * ramp
 
 
@@ -395,33 +432,52 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer; w1 (gate) and w3 (up) of the release lie in one tensor."""
+    """The routed experts of a layer, or this process's share; w1 (gate) and w3 (up) of the release lie in one tensor."""
 
     def __init__(self, config: Config):
         super().__init__()
-        E, D, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        E, D, width = config.n_routed_experts // config.world_size, config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
+        self.first, self.split = config.rank * E, config.world_size > 1
         self.w13 = nn.Parameter(torch.empty(E, 2 * width, D))
         self.w2 = nn.Parameter(torch.empty(E, D, width))
 
     def forward(self, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-        """x [T, hidden], expert and weight [T, k] -> [T, hidden]. Tokens are sorted by expert for grouped products."""
+        """x [T, hidden], expert and weight [T, k] -> [T, hidden]."""
+        E = len(self.w13)
+        if self.split:  # the experts of other processes become one more, which comes last and does nothing
+            expert = torch.where((expert >= self.first) & (expert < self.first + E), expert - self.first, E)
+        out = self.compute(x, expert, weight)
+        if self.split:
+            dist.all_reduce(out)
+        return out
+
+    def sort(self, expert: Tensor) -> tuple[Tensor, Tensor]:
+        """The order [T * k] that sorts (token, choice) pairs by expert, and where each expert's end [E]."""
+        E = len(self.w13)
+        ends = F.one_hot(expert, E + self.split).sum((0, 1))[:E].cumsum(0).int()
+        return expert.flatten().argsort(stable=True), ends
+
+    def compute(self, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+        """Tokens are sorted by expert for grouped products."""
         if self.training or (torch.compiler.is_compiling() and x.dtype == torch.float32):
-            return self.forward_dense(x, expert, weight)  # torch 2.13 compiles grouped products in bfloat16 only
+            return self.compute_dense(x, expert, weight)  # torch 2.13 compiles grouped products in bfloat16 only
         k = expert.shape[1]
-        order = expert.flatten().argsort(stable=True)
-        ends = F.one_hot(expert, self.w13.shape[0]).sum((0, 1)).cumsum(0).int()  # where each expert's rows end
+        order, ends = self.sort(expert)
         gate, up = F.grouped_mm(x[order // k], self.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         hidden = swiglu(gate, up, self.limit) * weight.flatten()[order, None].to(x.dtype)
         out = F.grouped_mm(hidden, self.w2.transpose(1, 2), offs=ends)
+        if self.split:  # rows behind the last end have not been written
+            out = torch.where(torch.arange(len(out), device=out.device)[:, None] < ends[-1], out, 0)
         return torch.empty_like(out).index_copy(0, order, out).view(-1, k, out.shape[1]).sum(1)
 
-    def forward_dense(self, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    def compute_dense(self, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         """The same from two plain products over all experts. More arithmetic, but with a few experts training is faster:
         group sizes that change every step make oneDNN compile new bfloat16 kernels all the time."""
-        share = torch.zeros(len(x), len(self.w13), dtype=x.dtype, device=x.device)
-        share = share.scatter(1, expert, weight.to(x.dtype))  # [T, E]
-        gate, up = F.linear(x, self.w13.flatten(0, 1)).view(len(x), len(self.w13), -1).chunk(2, dim=-1)
+        E = len(self.w13)
+        share = torch.zeros(len(x), E + self.split, dtype=x.dtype, device=x.device)
+        share = share.scatter(1, expert, weight.to(x.dtype))[:, :E]
+        gate, up = F.linear(x, self.w13.flatten(0, 1)).view(len(x), E, -1).chunk(2, dim=-1)
         hidden = swiglu(gate, up, self.limit) * share[..., None]
         return F.linear(hidden.flatten(1), self.w2.transpose(0, 1).flatten(1))
 
@@ -485,7 +541,8 @@ class HyperConnection(HyperMix):
     def __init__(self, config: Config):
         hc = config.hc_mult
         super().__init__(config, 2 * hc + hc * hc, 3)
-        scale_of = torch.tensor([0] * hc + [1] * hc + [2] * hc * hc)  # which of the three scales each output takes
+        which = [0] * hc + [1] * hc + [2] * hc * hc  # of the three scales each output takes
+        scale_of = torch.tensor(which, device="cpu")
         self.register_buffer("scale_of", scale_of, persistent=False)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:

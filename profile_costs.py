@@ -123,15 +123,16 @@ def measure(
     request_counts: list[int],
     meta: dict,
     padded: bool,
+    quiet: bool = False,
 ) -> CostTable:
-    """Median of five runs per shape, in ms. run_verify(tokens) and run_draft(requests) must wait for the device.
+    """Median of five runs per shape, in ms; shows a progress bar unless `quiet`. run_verify(tokens) and run_draft(requests) must wait for the device.
 
     The shapes take turns, so that a machine that is slow for a moment does not make one of them look expensive.
     """
     jobs = [("verify", n, run_verify) for n in token_counts]
     jobs += [("draft", n, run_draft) for n in request_counts] if run_draft else []
     times = {(kind, count): [] for kind, count, _ in jobs}
-    with tqdm(total=6 * len(jobs), desc="profiling step costs", leave=False) as bar:
+    with tqdm(total=6 * len(jobs), desc="profiling step costs", leave=False, disable=quiet) as bar:
         for counted in [False] + 5 * [True]:  # the first run of a shape may set things up
             for kind, count, run in jobs:
                 start = time.perf_counter()
@@ -169,12 +170,13 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
     parser.add_argument("--output-json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="needs matplotlib")
     args = parser.parse_args()
     try:
-        table = Engine(args.model, compile=args.compile).cost_table
+        table = Engine(args.model, device=args.device, compile=args.compile).cost_table
         print(f"{'tokens':>8} {'verify ms':>10}     {'requests':>8} {'draft ms':>10}")
         for i, (tokens, ms) in enumerate(table.verify_points):
             draft = "{:8d} {:10.2f}".format(*table.draft_points[i]) if i < len(table.draft_points) else ""

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoints import random_checkpoint
@@ -11,6 +12,7 @@ from random_checkpoints import random_checkpoint
 from engine import Engine, SamplingParams
 from profile_costs import CostTable, convex_below, padding_grid
 from verify import best_budget, early_stop_budget, gains
+from weights import cache_buffers
 
 META = {"device": "cpu", "dtype": "float32", "model": "m", "mode": "eager", "context_len": 8}
 
@@ -142,3 +144,31 @@ def test_padding_changes_no_output(rule, tmp_path):
     padded = Engine(model, max_num_seqs=4, max_model_len=200, padded=True, budget_rule=rule)
     assert [c.token_ids for c in padded.generate(prompts, params)] == [c.token_ids for c in plain]
     assert padded.cost_table.padded
+
+
+@pytest.mark.parametrize("options", [{}, {"budget_rule": "early-stop"}, {"adaptive_verification": False}])
+def test_padding_writes_to_no_request(options, tmp_path):
+    """Every cache row of a real request is what it is without padding."""
+    model, caches = str(random_checkpoint(tmp_path)), []
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for padded in (False, True):
+        points = [(1, 1.0), (4, 2.0)], [(1, 10.0), (4, 11.0), (24, 20.0)]
+        table = CostTable(dict(META), *points, padded=False)  # the same decisions with and without
+        engine = Engine(model, max_num_seqs=4, max_model_len=200, cost_table=table, padded=padded, **options)
+        engine.early_stop = options.get("budget_rule") == "early-stop"
+        engine.generate([[5, 6, 7] * 9, [8], [9, 10] * 3, [11, 12]], params)
+        caches.append([cache[:-1] for m in (engine.target, engine.drafter) for cache in cache_buffers(m)])
+    assert len(caches[0]) > 10 and engine.forward.recorded and engine.draft.recorded
+    for plain, padded in zip(*caches):
+        torch.testing.assert_close(plain, padded, atol=1e-4, rtol=1e-4)
+
+
+def test_one_recording_per_size(tmp_path):
+    engine = Engine(
+        str(random_checkpoint(tmp_path)), max_num_seqs=5, max_num_batched_tokens=30, max_model_len=64, padded=True
+    )
+    sizes = [1, 2, 4, 8, 16, 24, 30]
+    assert engine.token_grid == sizes and {size for size, _ in engine.forward.recorded} == set(sizes)
+    assert {size for size, _ in engine.draft.recorded} == set(engine.request_grid) == {1, 2, 4, 5}
+    engine.generate([[5, 6, 7] * 6] * 7, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert {size for size, _ in engine.forward.recorded} == set(sizes)  # nothing but these was ever run

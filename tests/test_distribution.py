@@ -88,10 +88,10 @@ def exact_joint(engine, params):
     return joint
 
 
-def p_value(model, options, sampling, N=12_000):
+def p_value(model, options, sampling, N=10_000):
     """Of the chi-square statistic of N requests' first three tokens; 0 if an impossible one occurred."""
     options = dict(options)
-    N = {1: N // 6, 24: N // 2}.get(options.get("max_num_seqs"), N)  # the slow ones
+    N = {1: N // 5, 24: N // 2}.get(options.get("max_num_seqs"), N)  # the slow ones
     others = options.pop("others", False)
     engine = make_engine(model, **options)
     params = SamplingParams(**{"temperature": 1.0} | sampling, max_tokens=4, ignore_eos=True)

@@ -63,7 +63,7 @@ def test_greedy_output_without_speculation_one_at_a_time(count, prompts, plain):
 def crowd():
     """64 requests of mixed lengths, and their outputs alone, one at a time, without speculation."""
     requests = [held_out_prompts(1, seed=100 + i, length=1 + 7 * i % 61)[0] for i in range(64)]
-    params = [SamplingParams(temperature=0.0, max_tokens=1 + 11 * i % 37, ignore_eos=True) for i in range(64)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + 11 * i % 29, ignore_eos=True) for i in range(64)]
     engine = make_engine(num_speculative_tokens=0, max_num_seqs=1, max_model_len=256)
     return requests, params, [c.token_ids for c in engine.generate(requests, params)]
 
@@ -87,7 +87,7 @@ def test_cache_size_is_the_documented_formula():
         expected += (overlap * ratio + chunk) * overlap * c.head_dim * 8 if ratio else 0
         if ratio == 4 and entries > c.index_topk:
             expected += (entries + 1) * c.index_head_dim * 4 + (8 + chunk) * 2 * c.index_head_dim * 8
-    assert engine.cache_bytes_per_slot() == expected
+    assert engine.cache_bytes_per_request == expected
 
 
 def test_a_short_soak_leaves_no_slot_taken():
