@@ -90,10 +90,12 @@ COUPLED = {"none": {"num_speculative_tokens": 0}, "early-stop": {"budget_rule": 
 COUPLED |= {f"fixed-{k}": {"adaptive_verification": False, "num_speculative_tokens": k} for k in range(1, 6)}
 
 
-@pytest.fixture(scope="module")
-def coupled_alone():
-    prompts = [held_out_prompts(1, seed=300 + i, length=1 + 5 * i % 41)[0] for i in range(64)]
-    params = [SamplingParams(seed=9, max_tokens=10, ignore_eos=True, top_p=0.9 if i % 8 == 0 else 1) for i in range(64)]
+@pytest.fixture(scope="module", params=[16, pytest.param(64, marks=pytest.mark.slow)])
+def coupled_alone(request):
+    """16 requests, or 64 with -m slow, and their texts without speculation, one at a time."""
+    count = range(request.param)
+    prompts = [held_out_prompts(1, seed=300 + i, length=1 + 5 * i % 41)[0] for i in count]
+    params = [SamplingParams(seed=9, max_tokens=12, ignore_eos=True, top_p=0.9 if i % 8 == 0 else 1) for i in count]
     engine = make_engine(num_speculative_tokens=0, acceptance="coupled", max_num_seqs=1)
     return prompts, params, [c.token_ids for c in engine.generate(prompts, params)]
 
