@@ -42,7 +42,7 @@ def test_output_json_trace_and_prompts_file(tmp_path):
     assert set(names.split()) <= set(stats)
     steps = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [s["step"] for s in steps] == list(range(len(steps))) and len(steps) == stats["steps"]
-    assert set(steps[0]) == {"step", "num_tokens", "budget", "predicted_ms", "measured_ms", "requests"}
+    assert set(steps[0]) == {"step", "num_tokens", "budget", "predicted_ms", "measured_ms", "requests", "cost_ms"}
     fields = "index position anchor drafts confidence survival admitted accepted emitted"
     assert set(steps[0]["requests"][0]) == set(fields.split())
     emitted = [t for s in steps for r in s["requests"] if r["index"] == 1 for t in r["emitted"]]
