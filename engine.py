@@ -87,8 +87,8 @@ class SamplingParams:
 class Completion:
     """What one request came to.
 
-    finish_reason: "stop" (a stop token or string), "length", "error" (error says which) or "cut" (generate was
-    interrupted). logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}:
+    finish_reason: "stop" (a stop token or string), "length", "error" (error says which) or "cut" (cancelled, or
+    generate was interrupted). logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}:
     the target's own, before temperature, top-k and top-p.
     """
 
@@ -627,6 +627,17 @@ class Engine:
         self.concurrency = concurrency or self.max_num_seqs
         self.waiting, self.running = deque(self.requests), []
         self.free_slots = list(range(self.max_num_seqs))[::-1]
+
+    def cancel(self, index: int) -> None:
+        """Stop request `index` of the generate call that is under way (from on_step); it keeps what it has, "cut"."""
+        for r in self.requests:
+            if r.index == index and r.finish_reason is None:
+                r.finish_reason = "cut"
+                if r in self.running:
+                    self.running.remove(r)
+                    self.free_slots.append(r.slot)
+                else:
+                    self.waiting.remove(r)
 
     @property
     def busy(self) -> bool:

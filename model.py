@@ -86,14 +86,16 @@ class Config:
         return config
 
     def problem(self) -> str | None:
-        """What cannot be about these values, if anything."""
+        """What cannot be about these values, if anything. The bounds keep every size a number that fits its type."""
+        most = {"max_position_embeddings": 2**30, "num_hidden_layers": 1000, "hc_mult": 64, "hc_sinkhorn_iters": 1000}
         for f in fields(self):
             value, required = getattr(self, f.name), f.default is MISSING and f.default_factory is MISSING
             if f.type == list[int]:
                 fine, wanted = isinstance(value, list) and all(type(x) is int for x in value), "a list of integers"
             elif f.type is int:
                 least = 1 if required and f.name != "num_hash_layers" else 0
-                fine, wanted = type(value) is int and value >= least, f"an integer, {least} or more"
+                bound = most.get(f.name, 2**20)
+                fine, wanted = type(value) is int and least <= value <= bound, f"an integer, {least} to {bound}"
             elif f.type is float:
                 fine, wanted = type(value) in (int, float) and 0 < value < math.inf, "a positive number"
             else:

@@ -138,6 +138,26 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
+def read_index(index: Path) -> dict[str, Path]:
+    """Which file every tensor is in. Raises ValueError naming the index if it does not say."""
+    try:
+        return {key: index.parent / name for key, name in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: no weight_map of file names: {type(error).__name__}: {error}") from None
+
+
+def assume_types(config: Config, listed: dict[str, Path]) -> dict[str, Stored]:
+    """What will lie where when the files of an index have been downloaded: the release's types where there are scales."""
+    num_stages = len({key.split(".")[1] for key in listed if key.startswith("mtp.")})
+    types, stored = release_format(config, num_stages), {}
+    for key, path in listed.items():
+        kind, shape = types.get(key, ("F32", ()))
+        if kind in SCALE_BLOCK and scale_key(key) not in listed:
+            kind, shape = "BF16", (*shape[:-1], shape[-1] * (2 if kind == FP4 else 1))
+        stored[key] = Stored(path, kind, shape)
+    return stored
+
+
 def read_headers(directory: Path) -> dict[str, Stored]:
     """All tensors of the checkpoint in DIRECTORY by name, from its one file or its shards. No tensor is read.
 
@@ -146,10 +166,7 @@ def read_headers(directory: Path) -> dict[str, Stored]:
     """
     index, paths, listed = directory / INDEX, [directory / "model.safetensors"], None
     if index.is_file():
-        try:
-            listed = {key: directory / name for key, name in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: no weight_map of file names: {type(error).__name__}: {error}") from None
+        listed = read_index(index)
         paths = sorted(set(listed.values()))
     stored = {}
     for path in paths:
@@ -180,10 +197,9 @@ def check(stored: dict[str, Stored], views: dict[str, Tensor], directory: Path) 
     shapes = {key: tuple(view.shape) for key, view in views.items()}
     allowed = {}
     for key, view in views.items():
-        floats = ("F32", "BF16", "F16")
-        allowed[key] = (
-            ("I64", "I32") if not view.is_floating_point() else (*floats, FP8, FP4) if view.dim() == 2 else floats
-        )
+        allowed[key] = ("F32", "BF16", "F16") if view.is_floating_point() else ("I64", "I32")
+        if view.is_floating_point() and view.dim() == 2:
+            allowed[key] += (FP8, FP4)
         if key in stored and stored[key].kind in SCALE_BLOCK:
             shapes[scale_key(key)] = scale_shape(stored[key].kind, shapes[key])
             allowed[scale_key(key)] = ("F8_E8M0", "F32")
@@ -258,33 +274,40 @@ def outline(
 
     group: this process's rank and the number of processes; each has its share of the routed experts. packed: quantised
     weights stay as they are stored. Raises ValueError naming the file and the tensor that is missing, unexpected, of the
-    wrong shape or type. Where only the index has been downloaded, names are all there is, and where is empty.
+    wrong shape or type. Where only the index has been downloaded, types and shapes are assumed to be the release's.
     """
     directory = Path(directory)
     config, index = Config.load(directory), directory / INDEX
     if config.n_routed_experts % group[1]:
         allowed = f"a number that divides the {config.n_routed_experts} experts"
         raise ValueError(f"{group[1]} processes are running, allowed: {allowed}")
-    complete = not index.is_file() or any(directory.glob("*.safetensors"))
-    stored = read_headers(directory) if complete else json.loads(index.read_text())["weight_map"]
+    if index.is_file() and not any(directory.glob("*.safetensors")):
+        stored = assume_types(config, read_index(index))
+    else:
+        stored = read_headers(directory)
     stored = {key: where for key, where in stored.items() if use_drafter or not key.startswith("mtp.")}
-    if complete:
-        check(stored, checkpoint_views(*build(config, stored, dtype)), directory)
+    for what, pattern, said in (
+        ("layers", r"layers\.(\d+)\.", config.num_hidden_layers),
+        ("experts", r"layers\.\d+\.ffn\.experts\.(\d+)\.", config.n_routed_experts),
+    ):  # before modules are built for as many as a wrong config may say
+        there = len({found[1] for key in stored if (found := re.match(pattern, key))})
+        if there != said:
+            raise ValueError(f"{directory}: config.json says {said} {what}, there are tensors of {there}")
+    check(stored, checkpoint_views(*build(config, stored, dtype)), directory)
     target, drafter = build(replace(config, rank=group[0], world_size=group[1]), stored, dtype)
-    if packed and complete:
+    if packed:
         pack_as_stored(target, 0, stored, dtype)
         if drafter:
             pack_as_stored(drafter, len(drafter.stages), stored, dtype)
-    return stored if complete else {}, target, drafter
+    return stored, target, drafter
 
 
 def bytes_by_kind(target: Transformer, drafter: Drafter | None) -> dict[str, int]:
     """Bytes of the modules by kind, and of one sequence slot in their caches (allocated before, see allocate_cache)."""
     sizes = {"experts": 0, "other weights": 0, "drafter": 0, "cache per request": 0}
     for key, view in checkpoint_views(target, drafter).items():
-        sizes["drafter" if key.startswith("mtp.") else "experts" if ".experts." in key else "other weights"] += (
-            view.nbytes
-        )
+        kind = "drafter" if key.startswith("mtp.") else "experts" if ".experts." in key else "other weights"
+        sizes[kind] += view.nbytes
     for module in filter(None, (target, drafter)):
         sizes["cache per request"] += sum(cache.nbytes // len(cache) for cache in cache_buffers(module))
     return sizes

@@ -20,7 +20,7 @@ import prompts as chat
 from engine import DEFAULT_MODEL, Engine, SamplingParams
 from model import Config
 from packed import decode
-from weights import load_checkpoint, read_headers, release_format
+from weights import bytes_by_kind, load_checkpoint, outline, read_headers, release_format
 
 ROOT = Path(__file__).parent.parent
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -316,6 +316,28 @@ def test_without_a_confidence_head_only_fixed_lengths_work(tmp_path):
     fixed = Engine(str(directory), adaptive_verification=False, max_num_seqs=1, max_model_len=64)
     assert fixed.generate([[5, 6]], GREEDY) == plain.generate([[5, 6]], GREEDY)
     assert fixed.stats.budget > 0
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_an_index_is_enough_to_know_what_is_needed(quantised, sharded, tmp_path):
+    """As after downloading the small files of a hub repository, and nothing else."""
+    directory = Path(
+        shutil.copytree(sharded, tmp_path / "copy", ignore=shutil.ignore_patterns("plain", "*.safetensors"))
+    )
+    if not quantised:
+        edit_index(lambda i: [i["weight_map"].pop(key) for key in list(i["weight_map"]) if key.endswith(".scale")])(
+            directory
+        )
+    for packed in (False, True):
+        stored, *assumed = outline(directory, torch.bfloat16, True, packed=packed)
+        if quantised:
+            actual, *modules = outline(sharded, torch.bfloat16, True, packed=packed)
+            assert {key: where[1:] for key, where in stored.items()} == {
+                key: where[1:] for key, where in actual.items()
+            }
+        else:
+            _, *modules = outline(sharded, torch.bfloat16, True, packed=False)
+        assert bytes_by_kind(*assumed) == bytes_by_kind(*modules)
 
 
 def test_what_does_not_fit_is_refused_before_loading(monkeypatch):

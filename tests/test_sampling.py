@@ -88,6 +88,8 @@ def test_numbers_of_neighbouring_requests_are_unrelated():
 COUPLED = {"none": {"num_speculative_tokens": 0}, "early-stop": {"budget_rule": "early-stop"},
            "stale": {"budget_rule": "stale"}, "greedy-drafts": {"draft_sample_method": "greedy"}}  # fmt: skip
 COUPLED |= {f"fixed-{k}": {"adaptive_verification": False, "num_speculative_tokens": k} for k in range(1, 6)}
+SLOW = {"fixed-1", "fixed-3", "fixed-4"}  # run with -m slow
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in COUPLED]
 
 
 @pytest.fixture(scope="module", params=[16, pytest.param(64, marks=pytest.mark.slow)])
@@ -100,7 +102,7 @@ def coupled_alone(request):
     return prompts, params, [c.token_ids for c in engine.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("policy", COUPLED)
+@pytest.mark.parametrize("policy", NAMES)
 def test_coupled_text_is_that_of_plain_sampling(policy, coupled_alone):
     prompts, params, plain = coupled_alone
     engine = make_engine(acceptance="coupled", **COUPLED[policy])
