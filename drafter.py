@@ -91,11 +91,17 @@ class Calibration(nn.Module):
         self.weights: dict[float, list[list[float]]] = {}  # sampling temperature -> one row of weights per position
 
     def load(self, directory: Path) -> None:
-        """Use what `train.py --calibrate` fitted, if the checkpoint directory has it."""
+        """Use what `train.py --calibrate` fitted, if the checkpoint directory has it. Raises ValueError if it is damaged."""
         path = Path(directory) / "calibration.json"
         if path.exists():
-            fitted = json.loads(path.read_text())["confidence_weights"]
-            self.weights = {float(temperature): rows for temperature, rows in fitted.items()}
+            try:
+                fitted = json.loads(path.read_text(encoding="utf-8"))["confidence_weights"]
+                self.weights = {float(temperature): rows for temperature, rows in fitted.items()}
+                table = torch.tensor(list(self.weights.values()), dtype=torch.float64)
+                if table.dim() != 3 or table.shape[2] != 10 or not table.isfinite().all():
+                    raise ValueError(f"shape {list(table.shape)}, allowed: temperatures by positions by 10 numbers")
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path}: no confidence_weights: {type(error).__name__}: {error}") from None
 
     def forward(self, head: Tensor, draft_logits: Tensor, temperature: Tensor) -> Tensor:
         """head [R, gamma], draft_logits [R, gamma, V], temperature [R] -> confidence [R, gamma].

@@ -68,10 +68,10 @@ class Config:
         """Read DIRECTORY/config.json. Raises ValueError naming the file and the key that is missing or wrong."""
         path = Path(directory) / "config.json"
         try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file") from None
-        except json.JSONDecodeError as error:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror.lower()}") from None
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         model_type = raw.get("model_type") if isinstance(raw, dict) else None
         if model_type != "deepseek_v4":
@@ -99,11 +99,10 @@ class Config:
             elif f.type is float:
                 fine, wanted = type(value) in (int, float) and 0 < value < math.inf, "a positive number"
             else:
-                keys = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-                fine, wanted = (
-                    value is None or (isinstance(value, dict) and keys <= value.keys()),
-                    f"an object with {keys}",
-                )
+                keys = ["factor", "original_max_position_embeddings", "beta_fast", "beta_slow"]
+                numbers = [value.get(key) for key in keys] if isinstance(value, dict) else [None]
+                fine = value is None or all(type(x) in (int, float) and 0 < x < math.inf for x in numbers)
+                wanted = f"an object with positive numbers {', '.join(keys)}"
             if not fine:
                 return f"{f.name} is {value!r}, allowed: {wanted}"
         layers, ratios, taps = self.num_hidden_layers, self.compress_ratios, self.dspark_target_layer_ids

@@ -79,6 +79,18 @@ def files(tmp_path_factory):
         (root / name / "config.json").write_text(text)
         for file in ("model.safetensors", "tokenizer.json"):
             (root / name / file).symlink_to(tiny / file)
+    calibration = json.loads((tiny / "calibration.json").read_text())["confidence_weights"]
+    for name, content in {
+        "calibration-not-json": "{",
+        "calibration-a-list": "[]",
+        "calibration-empty": json.dumps({"confidence_weights": {}}),
+        "calibration-narrow": json.dumps({"confidence_weights": {"1.0": [row[:9] for row in calibration["1.0"]]}}),
+        "calibration-nan": json.dumps({"confidence_weights": {"1.0": [[float("nan")] * 10]}}),
+    }.items():
+        (root / name).mkdir()
+        (root / name / "calibration.json").write_text(content)
+        for file in ("config.json", "model.safetensors", "tokenizer.json"):
+            (root / name / file).symlink_to(tiny / file)
     return root
 
 
@@ -101,6 +113,11 @@ BAD = [  # options, and what the message must name
     ("--model {files}/wrong-ratios", "compress_ratios"),
     ("--model {files}/nan-eps", "rms_norm_eps is nan"),
     ("--model {files}/few-experts", "num_experts_per_tok"),
+    ("--model {files}/calibration-not-json", "calibration-not-json/calibration.json"),
+    ("--model {files}/calibration-a-list", "calibration-a-list/calibration.json"),
+    ("--model {files}/calibration-empty", "calibration-empty/calibration.json"),
+    ("--model {files}/calibration-narrow", "shape [1, 5, 9]"),
+    ("--model {files}/calibration-nan", "calibration-nan/calibration.json"),
     ("--temperature -1", "temperature is -1"),
     ("--temperature nan", "temperature is nan"),
     ("--temperature inf", "temperature is inf"),
