@@ -88,8 +88,8 @@ class Completion:
     """What one request came to.
 
     finish_reason: "stop" (a stop token or string), "length", "error" (error says which) or "cut" (cancelled, or
-    generate was interrupted). logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs": [{"token_id", "logprob"}, ...]}:
-    the target's own, before temperature, top-k and top-p.
+    generate was interrupted). logprobs, if asked for, has for every token {"token_id", "logprob", "top_logprobs":
+    [{"token_id", "logprob"}, ...]}: the target's own, before temperature, top-k and top-p.
     """
 
     index: int
@@ -169,7 +169,8 @@ class Stats:
 class Engine:
     """Runs many requests at once over one target and, unless num_speculative_tokens is 0, its drafter.
 
-    model: a directory in the release format, or a hub id, of which revision is a branch, tag or commit. max_num_seqs: sequence slots. max_num_batched_tokens: tokens per step.
+    model: a directory in the release format, or a hub id, of which revision is a branch, tag or commit. max_num_seqs:
+    sequence slots. max_num_batched_tokens: tokens per step.
     budget_rule: "stale", "early-stop", or "auto": early-stop where costs are interpolated, stale where they are a
     staircase. draft_sample_method: "probabilistic" draws drafts as the requests are sampled, "greedy" takes the best.
     acceptance: "rejection", or "coupled": the text is that of plain sampling with the same seed, whatever is drafted or
@@ -751,8 +752,8 @@ class Engine:
         log.info("memory: %s (%d requests at once): %.2f GB of %s", said, self.max_num_seqs, needed / 1e9, there)
         if free is not None and needed > free:
             raise ValueError(
-                f"this needs {needed / 1e9:.1f} GB ({said}, {slots - 1} requests at once), and {self.device} has {there} free; "
-                f"{math.ceil(needed / max(free, 1))} devices of that size would hold it"
+                f"this needs {needed / 1e9:.1f} GB ({said}, {slots - 1} requests at once), and {self.device} has {there} "
+                f"free; {math.ceil(needed / max(free, 1))} devices of that size would hold it"
             )
 
     def lap(self, name: str | None) -> None:

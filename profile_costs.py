@@ -125,7 +125,8 @@ def measure(
     padded: bool,
     quiet: bool = False,
 ) -> CostTable:
-    """Median of five runs per shape, in ms; shows a progress bar unless `quiet`. run_verify(tokens) and run_draft(requests) must wait for the device.
+    """Median of five runs per shape, in ms; shows a progress bar unless `quiet`. run_verify(tokens) and
+    run_draft(requests) must wait for the device.
 
     The shapes take turns, so that a machine that is slow for a moment does not make one of them look expensive.
     """
