@@ -24,7 +24,7 @@ from train import held_out_prompts
 
 PROMPT_LENGTH = 48
 SLICE = 0.25  # seconds that a policy runs before it is the next one's turn
-POLICIES = "adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K, transformers"
+POLICIES = "adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K, coupled-K, transformers"
 
 
 class Transformers:
@@ -55,7 +55,7 @@ class Transformers:
 
 
 class Policy:
-    """One way to run the engine: adaptive, adaptive-stale, adaptive-early-stop, none, or fixed-K."""
+    """One way to run the engine: adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K, or coupled-K."""
 
     def __init__(self, policy: str, options: dict):
         kind, _, argument = policy.partition("-")
@@ -63,8 +63,9 @@ class Policy:
             self.engine = Engine(**options, budget_rule=argument or "auto")
         elif policy == "none":
             self.engine = Engine(**options, num_speculative_tokens=0)
-        elif kind == "fixed" and argument.isdigit() and argument != "0":
-            self.engine = Engine(**options, num_speculative_tokens=int(argument), adaptive_verification=False)
+        elif kind in ("fixed", "coupled") and argument.isdigit() and argument != "0":
+            options = options | {"num_speculative_tokens": int(argument), "adaptive_verification": False}
+            self.engine = Engine(**options, acceptance="coupled" if kind == "coupled" else "rejection")
         else:
             raise ValueError(f"--policies {policy}: allowed: {POLICIES}")
 
@@ -140,6 +141,8 @@ def print_tables(rows: list[dict], policies: list[str], kind: str) -> None:
     print(f"prompts: {kind}; requests at once        " + "".join(f"{level:>8}" for level in levels))
     for policy in policies:
         line(f"tokens/s, {policy}", [by_key[policy, level]["tokens_per_s"] for level in levels], 1)
+    for policy in policies:
+        line(f"accepted length, {policy}", [by_key[policy, level]["mean_accepted_length"] for level in levels])
     for policy in (p for p in policies if p.startswith("adaptive")):
         mine = [by_key[policy, level] for level in levels]
         for title, others in (("the best other", rivals), ("none", ["none"]), ("transformers", ["transformers"])):
@@ -149,7 +152,6 @@ def print_tables(rows: list[dict], policies: list[str], kind: str) -> None:
                 ratios = [row["tokens_per_s"] / b for row, b in zip(mine, best)]
                 line(f"{policy} / {title}", ratios, end=f"   geometric mean {np.exp(np.mean(np.log(ratios))):.3f}\n")
         line(f"{policy}: budget per request", [row["mean_budget_per_request"] for row in mine])
-        line(f"{policy}: accepted length", [row["mean_accepted_length"] for row in mine])
         line(f"{policy}: host time / step time", [row["host_share"] for row in mine], 3)
         line(f"{policy}: median cost error", [row["median_cost_error"] for row in mine], 3)
 
