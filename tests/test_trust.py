@@ -221,6 +221,15 @@ def test_a_prompt_that_is_too_long_does_not_stop_the_others(files, tmp_path):
     ]  # same random numbers
 
 
+@pytest.fixture
+def interruptible():
+    """Shells start background jobs with SIGINT ignored, which child processes would inherit: let them hear it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("several", [False, True])
 def test_an_interrupted_run_shows_what_it_has(number, status, several, files, tmp_path):
@@ -253,6 +262,7 @@ def test_an_interrupted_run_shows_what_it_has(number, status, several, files, tm
     assert sum(len(r["emitted"]) for s in steps for r in s["requests"]) <= last["stats"]["output_tokens"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_before_the_first_step(files):
     with subprocess.Popen(command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stderr.readline()  # what memory is needed: before the costs are profiled
