@@ -10,6 +10,7 @@ median of several rounds counts, other prompts in each, because some texts are l
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from train import held_out_prompts
 PROMPT_LENGTH = 48
 SLICE = 0.25  # seconds that a policy runs before it is the next one's turn
 POLICIES = "adaptive, adaptive-stale, adaptive-early-stop, none, fixed-K, coupled-K, transformers"
+POLICY = re.compile(r"adaptive(-stale|-early-stop)?|none|(fixed|coupled)-[1-9]\d*|transformers")
 
 
 class Transformers:
@@ -63,11 +65,9 @@ class Policy:
             self.engine = Engine(**options, budget_rule=argument or "auto")
         elif policy == "none":
             self.engine = Engine(**options, num_speculative_tokens=0)
-        elif kind in ("fixed", "coupled") and argument.isdigit() and argument != "0":
+        else:
             options = options | {"num_speculative_tokens": int(argument), "adaptive_verification": False}
             self.engine = Engine(**options, acceptance="coupled" if kind == "coupled" else "rejection")
-        else:
-            raise ValueError(f"--policies {policy}: allowed: {POLICIES}")
 
     def start(self, prompts: list[list[int]], params: SamplingParams, concurrency: int) -> None:
         self.engine.start(prompts, params, concurrency)
@@ -202,6 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         gamma = Config.load(args.model).dspark_block_size
         policies = args.policies or ["adaptive", "none", *(f"fixed-{k}" for k in range(1, gamma + 1))]
+        for policy in policies:
+            if not POLICY.fullmatch(policy):
+                raise ValueError(f"--policies {policy}: allowed: {POLICIES}")
         if "transformers" in policies and args.temperature > 0:
             raise ValueError(f"--temperature {args.temperature}: transformers is compared at 0 only")
         rows = sweep(args, policies)

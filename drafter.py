@@ -148,10 +148,14 @@ class Drafter(nn.Module):
     def allocate_cache(self, num_slots: int, max_len: int, max_chunk: int):
         """Context rings for `num_slots` sequences and a scratch slot; arguments as Transformer.allocate_cache.
 
-        Elements of a slot: (sliding_window + max_chunk + 1) * head_dim per stage.
+        Elements of a slot: (sliding_window + max_chunk + 1) * head_dim per stage, and sliding_window * n_taps * hidden.
         """
+        kind = {"device": self.embed.weight.device, "dtype": self.embed.weight.dtype}
         for stage in self.stages:
-            stage.attn.allocate(num_slots + 1, max_len, max_chunk, self.embed.weight.device, self.embed.weight.dtype)
+            stage.attn.allocate(num_slots + 1, max_len, max_chunk, **kind)
+        width = len(self.config.dspark_target_layer_ids) * self.config.hidden_size
+        taps = torch.zeros(num_slots + 1, self.config.sliding_window, width, **kind)
+        self.register_buffer("taps", taps, persistent=False)  # what `keep` keeps
 
     def compile_draft(self) -> None:
         """Compile `draft` as one graph for any number of requests from 2 up, on its first call."""
@@ -165,6 +169,21 @@ class Drafter(nn.Module):
         main_x, rope = self.main_norm(self.main_proj(taps)), self.rope(position)
         for stage in self.stages:
             stage.attn.store(main_x, seq_slot, position, rope)
+
+    def keep(self, taps: Tensor, seq_slot: Tensor, position: Tensor) -> None:
+        """Keep taps for `catch_up`, for a fraction of what `store` costs. Arguments as for `store`; of each sequence no
+        more than sliding_window of them."""
+        self.taps[seq_slot, position % self.taps.shape[1]] = taps
+
+    def catch_up(self, seq_slot: Tensor, first: Tensor, end: Tensor, most: int) -> None:
+        """Store what was kept for positions first .. end - 1 of R sequences, at most `most` of each, as far as the window
+        still reaches. seq_slot, first, end [R]."""
+        size = self.taps.shape[1]
+        position = end[:, None] - torch.arange(min(most, size), 0, -1, device=end.device)
+        scratch = len(self.taps) - 1
+        seq_slot = torch.where(position >= first[:, None], seq_slot[:, None], scratch).flatten()
+        position = position.flatten()
+        self.store(self.taps[seq_slot, position % size], seq_slot, position)
 
     def run_block(self, anchor: Tensor, seq_slot: Tensor, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """One pass over blocks [anchor, noise, noise, ...]; anchor, seq_slot, position [R].

@@ -42,7 +42,7 @@ BUDGET_RULES = ("auto", "stale", "early-stop")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 ACCEPTANCE_RULES = ("rejection", "coupled")
 RECENT_BLOCKS = 64  # whose survivals stand for those of blocks to come
-PROBE_INTERVALS = 32, 512  # steps without drafts until a block is drafted to see whether it pays again: first, most
+PROBE_INTERVALS = 64, 1024  # steps without drafts until a block is drafted to see whether it pays again: first, most
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -271,6 +271,7 @@ class Engine:
             self.drafts = torch.zeros(S, gamma, dtype=torch.int64)
             self.q = torch.zeros(S, gamma, config.vocab_size)  # what each draft was drawn from
             self.confidence = torch.ones(S, gamma)
+            self.stored = torch.zeros(S, dtype=torch.int64)  # the drafter has keys of the positions before this one
         self.requests: list[Request] = []  # of the latest generate call
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -280,7 +281,10 @@ class Engine:
         self.recent_survival = np.ones((RECENT_BLOCKS, gamma))  # a ring, of blocks that were verified
         self.num_blocks = 0  # that have gone into it
         self.undrafted_steps, self.probe_interval = 0, PROBE_INTERVALS[0]
+        self.lazy = self.adaptive and not padded and gamma < config.sliding_window  # recorded steps store at once
+        self.lag = 0  # positions that the drafter's keys may be behind by; the taps of these are kept
         self.pace = 1.0  # of the machine lately, against when costs were measured; it changes no decision
+        self.keeping = False  # whether this step adds to it
         context_len = min(profile_context_len, max_model_len - gamma - 2)
         self.forward, self.draft = (Replayed(f) if padded else f for f in (self.forward, self.draft))
         if compile:
@@ -313,19 +317,20 @@ class Engine:
         limits = [r.limit(self.gamma) for r in decoding]
         num_fixed = len(decoding) + sum(len(chunk.token_ids) for chunk in prompt_chunks)  # tokens that are not drafts
         budget = self.choose_budget(decoding, limits, num_fixed)
+        drafting = self.gamma > 0 and bool(decoding) and self.drafting_pays(len(decoding))
         slots = self.tensor([r.slot for r in decoding])
         self.lap("schedule")
         trims = any(r.params.top_k or r.params.top_p < 1 for r in decoding)
         num_best = max((-1 if r.params.logprobs is None else r.params.logprobs for r in decoding), default=-1)
-        verified = self.run_verify(slots, self.tensor(limits), budget, prompt_chunks, trims, num_best)
+        self.keeping = self.lazy and (self.lag > 0 or not drafting)
+        verified = self.run_verify(slots, limits, budget, prompt_chunks, trims, num_best)
         self.lap("verify")
-        drafted = self.gamma > 0 and bool(decoding) and self.drafting_pays(len(decoding))
-        if drafted:
+        if drafting:
             self.run_draft(slots, trims)
         self.lap("draft")
         readback = torch.cat([self.drafts[slots], self.confidence[slots], *verified], dim=1)
         readback = readback.tolist() if decoding else []  # the one device-to-host copy, as float32
-        record = self.finish_step(decoding, budget, num_fixed + budget, drafted, readback)
+        record = self.finish_step(decoding, budget, num_fixed + budget, drafting, readback)
         most = max(min(sum(limits), self.max_num_batched_tokens - num_fixed), 0)
         cost_ms = self.draft_ms[len(decoding)] + self.verify_ms[num_fixed : num_fixed + most + 1]
         record["cost_ms"] = cost_ms.round(3).tolist()  # what the budget was chosen by, for 0, 1, ... drafts verified
@@ -359,6 +364,7 @@ class Engine:
         r.slot = self.free_slots.pop()
         self.anchor[r.slot], self.position[r.slot] = r.prompt_token_ids[-1], len(r.prompt_token_ids) - 1
         self.temperature[r.slot], self.key[r.slot] = r.params.temperature, request_key(r.params.seed, r.index)
+        self.stored[r.slot] = self.position[r.slot]
         self.top_k[r.slot], self.top_p[r.slot] = r.params.top_k or self.config.vocab_size, r.params.top_p
         self.running.append(r)
 
@@ -414,7 +420,7 @@ class Engine:
     def run_verify(
         self,
         slots: Tensor,
-        limit: Tensor,
+        limits: Sequence[int],
         budget: int,
         prompt_chunks: Sequence[PromptChunk] = (),
         trims: bool = False,
@@ -422,12 +428,14 @@ class Engine:
     ) -> list[Tensor]:
         """Verify `budget` drafts of the requests in `slots` [R] and store prompt chunks, in one forward of the target.
 
-        limit [R]: drafts that may be verified. Moves the anchors on. Returns accepted [R, 1], admitted [R, 1], broken
+        limits: of every request, how many drafts may be verified. Moves the anchors on. Returns accepted [R, 1], admitted [R, 1], broken
         [R, 1] (logits that are not finite) and emitted [R, gamma + 1], of which accepted + 1 count; with num_best >= 0
         also their log-probabilities, flat.
         """
-        anchor, position, drafts, q = self.anchor[slots], self.position[slots], self.drafts[slots], self.q[slots]
-        admitted = admit(self.confidence[slots].cumprod(1), limit, budget)
+        most = max(limits, default=0)  # with no drafts at all, nothing of their size is touched
+        anchor, position = self.anchor[slots], self.position[slots]
+        drafts, q = self.drafts[slots, :most], self.q[slots, :most]
+        admitted = admit(self.confidence[slots, :most].cumprod(1), self.tensor(limits), budget)
         spans = layout(anchor, drafts, admitted, budget)
         token, seq_slot, place = [], [], []
         for token_ids, slot, first in prompt_chunks:
@@ -443,26 +451,39 @@ class Engine:
             seq_slot = F.pad(seq_slot, (0, pad), value=self.max_num_seqs)
         if self.padded:
             rows = F.pad(rows, (0, len(token) - len(rows)))
+        self.lag += (most + 1) * self.keeping
         logits = self.forward(token, seq_slot, place, rows)[: len(spans.token)]
         how = admitted, self.warp(slots, trims), self.key[slots], position
         result = accept_coupled(logits, spans, drafts, *how) if self.coupled else accept(logits, spans, drafts, q, *how)
         self.anchor[slots] = result.emitted.gather(1, result.accepted[:, None])[:, 0]
         self.position[slots] = position + result.accepted + 1
         broken = torch.zeros_like(slots).index_add_(0, spans.row, (~logits.isfinite().all(1)).long())
-        verified = [result.accepted[:, None], admitted[:, None], broken[:, None], result.emitted]
+        emitted = F.pad(result.emitted, (0, self.gamma - most))
+        verified = [result.accepted[:, None], admitted[:, None], broken[:, None], emitted]
         if num_best >= 0:
-            verified.append(logprobs(logits, spans, result.emitted, num_best).flatten(1))
+            verified.append(logprobs(logits, spans, emitted, num_best).flatten(1))
         return verified
 
     def forward(self, token: Tensor, seq_slot: Tensor, position: Tensor, rows: Tensor) -> Tensor:
-        """The target's logits [len(rows), V] for tokens [T]; target and drafter store what later steps will look at."""
+        """The target's logits [len(rows), V] for tokens [T]; target and drafter store what later steps will look at.
+
+        While nothing is drafted the drafter's keys would be wasted on most tokens: taps are kept until a draft needs them.
+        """
         logits, taps = self.target(token, seq_slot, position, rows)
-        if self.drafter:
+        if self.keeping:  # but for the prompt chunks, which are in front
+            split = [len(token) - len(rows), len(rows)]
+            (taps, kept), (seq_slot, slot), (position, place) = (x.split(split) for x in (taps, seq_slot, position))
+            self.drafter.keep(kept, slot, place)
+        if self.drafter and len(taps):
             self.drafter.store(taps, seq_slot, position)
         return logits
 
     def run_draft(self, slots: Tensor, trims: bool = False) -> None:
         """Draft the next block of the requests in `slots` [R], from their anchors."""
+        if self.lag:
+            self.drafter.catch_up(slots, self.stored[slots], self.position[slots], self.lag)
+            self.lag = 0
+        self.stored[slots] = self.position[slots]
         if pad := self.padding(len(slots), self.request_grid):
             slots = F.pad(slots, (0, pad), value=self.max_num_seqs)
         anchor, position, key = self.anchor[slots], self.position[slots], self.key[slots]
@@ -716,20 +737,29 @@ class Engine:
 
     @torch.inference_mode()
     def profile(self, meta: dict) -> CostTable:
-        """Measure verification and drafting on dummy spans behind meta["context_len"] positions of stale cache."""
+        """Measure verification and drafting on random tokens behind meta["context_len"] positions of stale cache.
+
+        Tokens must differ, or all would go to the same experts, which costs less.
+        """
         context_len = meta["context_len"]
+        numbers = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.config.vocab_size, (self.max_num_seqs, 1 + self.gamma), generator=numbers)
+        tokens = tokens.to(self.device)
+        self.keeping = self.lazy
 
         def place(num_requests: int) -> Tensor:
             slots = torch.arange(num_requests, device=self.device)
             self.position[slots] = context_len - slots % min(context_len + 1, 128)  # so that some close their windows
+            self.anchor[slots], self.drafts[slots] = tokens[:num_requests, 0], tokens[:num_requests, 1:]
             return slots
 
         def run_verify(num_tokens: int) -> None:
             num_requests = min(self.max_num_seqs, num_tokens if self.gamma == 0 else (num_tokens + 1) // 2)
             slots = place(num_requests)
-            self.run_verify(slots, torch.full_like(slots, self.gamma), num_tokens - num_requests)[0].sum().item()
+            self.run_verify(slots, [self.gamma] * num_requests, num_tokens - num_requests)[0].sum().item()
 
         def run_draft(num_requests: int) -> None:
+            self.lag = 2 * self.lazy  # keys of the anchor and of a draft: only who drafts pays for them
             self.run_draft(place(num_requests))
             self.drafts.sum().item()
 
@@ -737,7 +767,9 @@ class Engine:
         token_counts = [n for n in self.token_grid if n <= most_tokens]
         run_draft = run_draft if self.drafter else None
         quiet = self.config.rank > 0
-        return measure(run_verify, run_draft, token_counts, self.request_grid, meta, self.padded, quiet)
+        table = measure(run_verify, run_draft, token_counts, self.request_grid, meta, self.padded, quiet)
+        self.lag = 0
+        return table
 
     def check_memory(self, target: Transformer, drafter: Drafter | None) -> None:
         """Say what the outlined modules will need here. Raises ValueError if that is more than there is."""

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+ROUNDS, MAX_SECONDS = (5, 15), 8.0  # runs of every shape: at least, at most; begin no further round after so long
+
 
 @dataclass
 class CostTable:
@@ -125,25 +127,28 @@ def measure(
     padded: bool,
     quiet: bool = False,
 ) -> CostTable:
-    """Median of five runs per shape, in ms; shows a progress bar unless `quiet`. run_verify(tokens) and
-    run_draft(requests) must wait for the device.
+    """Median of ROUNDS runs per shape, in ms, of fewer if they take long; shows a progress bar unless `quiet`.
+    run_verify(tokens) and run_draft(requests) must wait for the device.
 
-    The shapes take turns, so that a machine that is slow for a moment does not make one of them look expensive.
+    The shapes take turns, so that a machine that is slow for a moment does not make one of them look expensive. The
+    quickest run of each would vary less, but where others share the cores it flatters large shapes, which suffer more.
     """
     jobs = [("verify", n, run_verify) for n in token_counts]
     jobs += [("draft", n, run_draft) for n in request_counts] if run_draft else []
     times = {(kind, count): [] for kind, count, _ in jobs}
-    with tqdm(total=6 * len(jobs), desc="profiling step costs", leave=False, disable=quiet) as bar:
-        for counted in [False] + 5 * [True]:  # the first run of a shape may set things up
+    enough = time.perf_counter() + MAX_SECONDS
+    with tqdm(total=(1 + ROUNDS[1]) * len(jobs), desc="profiling step costs", leave=False, disable=quiet) as bar:
+        for turn in range(1 + ROUNDS[1]):
             for kind, count, run in jobs:
                 start = time.perf_counter()
                 run(count)
-                if counted:
-                    times[kind, count].append((time.perf_counter() - start) * 1e3)
+                times[kind, count].append((time.perf_counter() - start) * 1e3)
                 bar.update()
-    points = {"verify": [], "draft": []}
+            if turn >= ROUNDS[0] and time.perf_counter() > enough:
+                break
+    points = {"verify": [], "draft": []}  # without the first run, which may set things up
     for (kind, count), measured in times.items():
-        points[kind].append((count, round(statistics.median(measured), 4)))
+        points[kind].append((count, round(statistics.median(measured[1:]), 4)))
     return CostTable(meta, points["draft"], points["verify"], padded)
 
 

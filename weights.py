@@ -317,7 +317,7 @@ def bytes_by_kind(target: Transformer, drafter: Drafter | None) -> dict[str, int
 
 def cache_buffers(module: nn.Module) -> list[Tensor]:
     """All caches of the target or the drafter, one row per sequence slot."""
-    names = ("kv_cache", "keys", "state_kv", "state_gate")
+    names = ("kv_cache", "keys", "state_kv", "state_gate", "taps")
     return [buffer for name, buffer in module.named_buffers() if name.rsplit(".", 1)[-1] in names]
 
 

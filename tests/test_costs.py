@@ -135,6 +135,26 @@ def test_a_draft_that_pays_for_one_request_need_not_pay_for_eight(tmp_path):
     assert [engine.drafting_pays(R) for R in (8, 1, 8, 1)] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("undrafted", [1, 3, 90])
+def test_a_pause_in_drafting_changes_no_draft(undrafted, tmp_path):
+    """Keys made when drafting goes on, from taps kept in the pause, are those that would have been stored at once."""
+    table = CostTable(dict(META), [(1, 0.1), (8, 0.2)], [(1, 10.0), (48, 11.0)])
+    prompts = [[5 + i % 3, 6, 7 + i] * (1 + 9 * i) for i in range(7)]
+    params = [SamplingParams(max_tokens=60 + 30 * i, ignore_eos=True) for i in range(7)]
+    seen = []
+    for lazy in (True, False):
+        engine, records = engine_with(table, tmp_path, max_num_batched_tokens=40), []
+        assert engine.lazy
+        engine.lazy = lazy
+        engine.drafting_pays = lambda R, engine=engine: engine.step_index % (undrafted + 2) < 2
+        engine.generate(prompts, params, records.append, concurrency=3)
+        seen.append([block for record in records for block in record["requests"]])
+    assert len(seen[0]) == len(seen[1]) and sum(bool(block["drafts"]) for block in seen[0]) > 20
+    for kept, stored in zip(*seen):
+        assert (kept["drafts"], kept["emitted"]) == (stored["drafts"], stored["emitted"])
+        np.testing.assert_allclose(kept["confidence"], stored["confidence"], atol=1e-5)
+
+
 @pytest.mark.parametrize("rule", ["auto", "stale", "early-stop"])
 def test_padding_changes_no_output(rule, tmp_path):
     prompts = [[5, 6, 7] * 9, [8], [9, 10] * 3]

@@ -86,7 +86,8 @@ def test_greedy_output_does_not_depend_on_load(policy, crowd):
 def test_cache_size_is_the_documented_formula():
     engine = make_engine(max_num_seqs=3, max_model_len=600)
     c, chunk = engine.config, engine.max_chunk
-    expected = (c.sliding_window + chunk + 1) * c.head_dim * 4  # the draft stage
+    taps = c.sliding_window * len(c.dspark_target_layer_ids) * c.hidden_size
+    expected = ((c.sliding_window + chunk + 1) * c.head_dim + taps) * 4  # the drafter
     for ratio in c.compress_ratios[: c.num_hidden_layers]:
         entries, overlap = 600 // ratio if ratio else 0, 2 if ratio == 4 else 1
         expected += (c.sliding_window + chunk + entries + 1) * c.head_dim * 4
