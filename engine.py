@@ -123,6 +123,7 @@ class Request:
         self.prefilled = 0  # prompt tokens whose keys are stored; the last prompt token is the first anchor
         self.drafts: list[int] = []  # the block that the next step verifies, as read back
         self.confidence: list[float] = []  # of that block
+        self.survival = np.zeros(0)  # of that block: the running product
 
     def limit(self, gamma: int) -> int:
         """How many drafts the next step may verify: a block must exist, and one more token than accepted is emitted."""
@@ -329,10 +330,13 @@ class Engine:
             self.run_draft(slots, trims)
         self.lap("draft")
         readback = torch.cat([self.drafts[slots], self.confidence[slots], *verified], dim=1)
-        readback = readback.tolist() if decoding else []  # the one device-to-host copy, as float32
-        record = self.finish_step(decoding, budget, num_fixed + budget, drafting, readback)
+        readback = readback.to("cpu", non_blocking=True)  # the one device-to-host copy, as float32
         most = max(min(sum(limits), self.max_num_batched_tokens - num_fixed), 0)
-        cost_ms = self.draft_ms[len(decoding)] + self.verify_ms[num_fixed : num_fixed + most + 1]
+        verify_ms = self.convex_verify_ms if self.early_stop else self.verify_ms
+        cost_ms = self.draft_ms[len(decoding)] + verify_ms[num_fixed : num_fixed + most + 1]
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        record = self.finish_step(decoding, budget, num_fixed + budget, drafting, readback.tolist())
         record["cost_ms"] = cost_ms.round(3).tolist()  # what the budget was chosen by, for 0, 1, ... drafts verified
         self.lap("bookkeeping")
         return record
@@ -378,15 +382,17 @@ class Engine:
             return max(most, 0)
         totals = slice(num_fixed, num_fixed + most + 1)  # tokens in the step, for every budget
         if self.early_stop:
-            survival = np.concatenate([np.cumprod(r.confidence)[:limit] for r, limit in zip(decoding, limits)])
+            survival = np.concatenate([r.survival[:limit] for r, limit in zip(decoding, limits)])
             return early_stop_budget(gains(survival), R, self.draft_ms[R] + self.convex_verify_ms[totals])
         return best_budget(self.recent_gains(R).mean(0), R, self.draft_ms[R] + self.verify_ms[totals])
 
     def recent_gains(self, num_requests: int) -> np.ndarray:
         """`gains` [groups, num_requests * gamma + 1] of groups of requests, made of recent blocks. New engines know of
         no block yet and expect every draft to be accepted."""
-        groups = max(1, RECENT_BLOCKS // num_requests)
-        return gains(np.resize(self.recent_survival, (groups, num_requests * self.gamma)))
+        groups, blocks = max(1, RECENT_BLOCKS // num_requests), self.recent_survival
+        if num_requests > RECENT_BLOCKS:
+            blocks = np.resize(blocks, (num_requests, self.gamma))
+        return gains(blocks[: groups * num_requests].reshape(groups, -1))
 
     def drafting_pays(self, num_requests: int) -> bool:
         """Whether to draft the next block at all, judged by recent blocks.
@@ -507,7 +513,8 @@ class Engine:
     ) -> dict:
         """Bookkeeping on the host: outputs, stops, statistics, freed slots. Returns the trace record."""
         gamma, stats, records = self.gamma, self.stats, []
-        for r, row in zip(decoding, readback):
+        blocks = np.array([row[gamma : 2 * gamma] for row in readback]).cumprod(-1) if drafted else None
+        for i, (r, row) in enumerate(zip(decoding, readback)):
             drafts, confidence, rest = row[:gamma], row[gamma : 2 * gamma], row[2 * gamma :]
             accepted, admitted, broken = map(int, rest[:3])
             tokens = [int(t) for t in rest[3:][: accepted + 1]]
@@ -516,14 +523,13 @@ class Engine:
             stats.emitted += len(tokens)
             stats.reached[: min(accepted + 1, admitted)] += 1
             stats.accepted[:accepted] += 1
-            survival = np.cumprod(r.confidence)
             record = {
                 "index": r.index,
                 "position": len(r.prompt_token_ids) + len(r.output) - 1,
                 "anchor": r.output[-1] if r.output else r.prompt_token_ids[-1],
                 "drafts": r.drafts,
                 "confidence": r.confidence,
-                "survival": survival.tolist(),
+                "survival": r.survival.tolist(),
                 "admitted": admitted,
                 "accepted": accepted,
             }
@@ -535,9 +541,11 @@ class Engine:
                 self.clear_slot(r.slot)
             records.append(record)
             if r.drafts:
-                self.recent_survival[self.num_blocks % RECENT_BLOCKS] = survival
+                self.recent_survival[self.num_blocks % RECENT_BLOCKS] = r.survival
                 self.num_blocks += 1
-            r.drafts, r.confidence = ([int(t) for t in drafts], confidence) if drafted else ([], [])
+            r.drafts, r.confidence, r.survival = [], [], np.zeros(0)
+            if drafted:
+                r.drafts, r.confidence, r.survival = [int(t) for t in drafts], confidence, blocks[i]
             if r.finish_reason:
                 self.running.remove(r)
                 self.free_slots.append(r.slot)

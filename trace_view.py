@@ -148,7 +148,7 @@ function drawTime(id) {
   make(svg, "path", { class: "axis", d: "M34 8V70H390", fill: "none" });
   series[id].forEach((values, n) => make(svg, "path", { class: n ? "other" : "curve", d: path(values.map((v, i) => [x(i), y(v)])) }));
   make(svg, "line", { class: "now", x1: x(at), x2: x(at), y1: 6, y2: 72 });
-  make(svg, "text", { x: 30, y: 16, "text-anchor": "end" }, top.toPrecision(2));
+  make(svg, "text", { x: 30, y: 16, "text-anchor": "end" }, top < 10 ? top.toFixed(1) : top.toFixed(0));
   make(svg, "text", { x: Math.min(x(at) + 4, 350), y: 16 }, series[id].map(values => values[at].toFixed(1)).join(" / "));
 }
 

@@ -517,7 +517,7 @@ def calibrate() -> None:
     """Fit the calibration for sampling at temperature 1 and 0, and store it beside the checkpoint."""
     engine, fitted = full_verification_engine(), {}
     for temperature in (1.0, 0.0):
-        features, _, accepted = generated_blocks(engine, held_out_prompts(384, seed=1), temperature)
+        features, _, accepted = generated_blocks(engine, held_out_prompts(1152, seed=1), temperature)
         survived = accepted[:, None] > torch.arange(engine.gamma)
         fitted[str(temperature)] = [[round(w, 5) for w in row] for row in fit_calibration(features, survived)]
         print(f"temperature {temperature}: fitted on {len(accepted)} blocks")
@@ -541,7 +541,7 @@ def evaluate() -> None:
     print(f"held-out text: {bits:.3f} bits per byte")
     engine = full_verification_engine()
     for temperature in (1.0, 0.0):
-        _, confidence, accepted = generated_blocks(engine, held_out_prompts(192, seed=2), temperature)
+        _, confidence, accepted = generated_blocks(engine, held_out_prompts(576, seed=4), temperature)
         print(f"temperature {temperature}, {len(accepted)} blocks generated from held-out prompts, all drafts verified")
         print(f"  mean accepted length    {engine.stats.report()['mean_accepted_length']:.2f}")
         survival, slots = confidence.cumprod(1), range(engine.gamma)

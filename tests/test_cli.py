@@ -1,6 +1,7 @@
 """The command line as others script against it: outputs, streams, exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,20 @@ def test_output_json_trace_and_prompts_file(tmp_path):
 def test_several_prompts_are_printed_whole():
     result = run("--prompt", "import os", "class A:", "--max-tokens", 8)
     assert "--- request 0" in result.stdout and "\nclass A:" in result.stdout
+
+
+def test_a_page_to_step_through_a_trace(tmp_path):
+    """All in one file; where there is a browser to try it in, it shows the step that the address asks for."""
+    trace, html = tmp_path / "trace", tmp_path / "page.html"
+    run("--prompt", "import os", "class A:", "--max-tokens", 12, "--ignore-eos", "--trace", trace)
+    command = [sys.executable, str(ROOT / "trace_view.py"), str(trace), "-o", str(html)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    page, steps = html.read_text(), trace.read_text().splitlines()
+    assert page.count('"measured_ms"') == len(steps) and "http" not in page and "src=" not in page
+    if browser := shutil.which("chromium") or shutil.which("google-chrome"):
+        options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        command = [browser, *options.split(), profile, "--dump-dom", f"{html.as_uri()}#1"]
+        shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+        assert f"step 1 of {len(steps) - 1}" in shown
+        assert shown.count('class="draft') == sum(len(r["drafts"]) for r in json.loads(steps[1])["requests"]) > 0
