@@ -103,14 +103,14 @@ def accept(
     judge = judges(spans, gamma)
     p_draft = p[judge, drafts]
     q_draft = q.gather(2, drafts[..., None])[..., 0]
-    noise = uniform(key, position, VERIFY, gamma + 1)  # one number per draft, the last for the token after them
-    accepted = prefix(noise[:, :gamma] * q_draft < p_draft, admitted)
+    noise = uniform(key, position, VERIFY, 1 + gamma)  # for the final token, then one per draft: gamma is the company's
+    accepted = prefix(noise[:, 1:] * q_draft < p_draft, admitted)
     weights = p[spans.start + accepted]  # [R, V] p where the span stopped
     if gamma:
         residual = (weights - q[torch.arange(R, device=q.device), accepted.clamp(max=gamma - 1)]).clamp(min=0)
         rejected = (accepted < admitted) & (residual.sum(-1) > 0)  # a residual is empty only through rounding
         weights = torch.where(rejected[:, None], residual, weights)
-    return emit(drafts, accepted, sample(weights, noise[:, gamma]))
+    return emit(drafts, accepted, sample(weights, noise[:, 0]))
 
 
 def accept_coupled(
