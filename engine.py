@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from drafter import Drafter
 from model import Transformer
-from profile_costs import CostTable, convex_below, doubling_grid, measure, padding_grid
+from profile_costs import CostTable, convex_below, doubling_grid, measure, of_first_process, padding_grid
 from prompts import Prompt, encode_prompt, load_tokenizer
 from replay import Replayed
 from sampling import DRAFT, Warp, request_key, uniform
@@ -296,11 +296,7 @@ class Engine:
         meta = {"device": device, "dtype": dtype, "model": model, "mode": mode, "context_len": context_len}
         if isinstance(cost_table, str):
             cost_table = CostTable.load(cost_table, meta, padded)
-        self.cost_table = cost_table or self.profile(meta)
-        if dist.is_initialized():  # or the processes would take different decisions, and hang
-            tables = [self.cost_table]
-            dist.broadcast_object_list(tables)
-            self.cost_table = tables[0]
+        self.cost_table = of_first_process(cost_table or self.profile(meta))
         self.verify_ms = self.cost_table.verify_ms(max_num_batched_tokens)
         self.convex_verify_ms = convex_below(self.verify_ms)
         self.draft_ms = self.cost_table.draft_ms(max_num_seqs)

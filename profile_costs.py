@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from tqdm import tqdm
 
 ROUNDS, MAX_SECONDS = (5, 15), 8.0  # runs of every shape: at least, at most; begin no further round after so long
@@ -144,12 +145,20 @@ def measure(
                 run(count)
                 times[kind, count].append((time.perf_counter() - start) * 1e3)
                 bar.update()
-            if turn >= ROUNDS[0] and time.perf_counter() > enough:
+            if turn >= ROUNDS[0] and of_first_process(time.perf_counter() > enough):
                 break
     points = {"verify": [], "draft": []}  # without the first run, which may set things up
     for (kind, count), measured in times.items():
         points[kind].append((count, round(statistics.median(measured[1:]), 4)))
     return CostTable(meta, points["draft"], points["verify"], padded)
+
+
+def of_first_process(value):
+    """What `value` is in the first of several processes: they have to run the same steps, or would wait forever."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def plot(table: CostTable, path: str) -> None:

@@ -208,7 +208,16 @@ def test_a_prompt_that_is_too_long_does_not_stop_the_others(files, tmp_path):
     output = tmp_path / "output"
     prompts = tmp_path / "prompts"
     prompts.write_text('import os\n{"prompt_token_ids": [' + "5, " * 60 + "5]}\n\nclass A:\n")
-    options = "--prompts-file", prompts, "--max-tokens", 8, "--ignore-eos", "--no-adaptive-verification"
+    options = (
+        "--prompts-file",
+        prompts,
+        "--max-tokens",
+        8,
+        "--ignore-eos",
+        "--no-adaptive-verification",
+        "--cost-table",
+        files / "table",
+    )
     result = run(*options, "--max-model-len", 60, "--output-json", output)
     assert result.returncode == 2 and "prompt 1 has 61 tokens" in result.stderr
     refused = [json.loads(line) for line in output.read_text().splitlines()]
