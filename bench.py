@@ -166,7 +166,7 @@ def plot(rows: list[dict], policies: list[str], path: str) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for policy in policies:
         mine = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["concurrency"])
-        style = {"linewidth": 2.5, "color": "crimson"} if policy == "adaptive" else {"linewidth": 1}
+        style = {"linewidth": 2.5, "color": "black"} if policy == "adaptive" else {"linewidth": 1}
         total = [row["tokens_per_s"] for row in mine]
         load = [row["concurrency"] for row in mine]
         axes[0].plot(load, total, "o-", label=policy, markersize=3, **style)
@@ -176,6 +176,11 @@ def plot(rows: list[dict], policies: list[str], path: str) -> None:
     axes[1].set(xlabel="tokens/s per request", ylabel="tokens/s", xscale="log")
     axes[2].set(xlabel="requests at once", ylabel="drafts verified per request and step", xscale="log")
     axes[0].legend(fontsize=8)
+    for axis, ticks in zip(axes, (load, [10, 20, 50, 100, 200, 500], load)):
+        low, high = axis.get_xlim()
+        axis.set_xticks([t for t in ticks if low <= t <= high], minor=False)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
     figure.savefig(path, dpi=120)
 
 
